@@ -209,7 +209,7 @@ def test_a_push_that_is_closed_before_its_watch_runs_ends_quietly(
     new_push: Callable[..., Push], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, faults = list[threading.Thread](), list[Any]()
-    monkeypatch.setattr(relay_module.threading, "excepthook", faults.append)
+    monkeypatch.setattr(threading, "excepthook", faults.append)
     push = new_push(1)
     assert push.hand_made(0, 1000).recv(1) == WELCOME
     monkeypatch.setattr(relay_module, "_start", lambda start: started.append(start.__self__))
