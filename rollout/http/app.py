@@ -30,6 +30,7 @@ from .chat import read_chat
 from .clients import Clients, client_of
 from .completions import read_completion
 from .config import HttpConfig
+from .connections import most_connections
 from .conversation import ConversationFields, prompt_of
 from .errors import Gone, HttpError, as_http_error
 from .fields import Fields, checked, given
@@ -46,6 +47,9 @@ from .sglang.generate import Generation
 from .sglang.info import Info
 from .sglang.routes import sglang_routes
 from .sglang.weights import Weights
+from .tinker.endpoints import TinkerEndpoints
+from .tinker.promises import Promises
+from .tinker.routes import tinker_routes
 from .tracing import ROUTE, Traced
 from .turns import Turns
 from .watch import Watch
@@ -181,9 +185,11 @@ def make_app(
     registry: Registry,
     weights: Weights | None = None,
     tracer: Tracer | None = None,
+    promises: Promises | None = None,
 ) -> ASGIApp:
     """Return the application: all routes, behind the guard. `weights`: handlers of SGLang's pushes; None leaves out
-    SGLang's paths. `tracer`: makes the spans of requests.
+    SGLang's paths. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None leaves out its
+    paths.
     """
     samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
     pages = Pages(served, samples, watch)
@@ -232,6 +238,11 @@ def make_app(
             generation, Info(served, lifecycle, counters), weights, Control(lifecycle, generation.names), lifecycle
         )
         routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in entries]
+    if promises is not None:
+        counters.include(promises.collect)
+        most = min(config.max_open_requests, most_connections(config) // 2)  # a client may hold a connection per request
+        tinker = TinkerEndpoints(served, samples, clients, long_bodies, lifecycle, promises, most)
+        routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in tinker_routes(tinker)]
     handlers = {
         TruerollError: partial(_tell, counters),
         Gone: _note_gone,

@@ -22,6 +22,7 @@ from ..config import is_loopback
 from ..network.keys import OWNER, Client, parse_clients, read_private_file
 from .config import API_KEY_VARIABLE, HttpConfig
 from .errors import HttpError
+from .paths import SAMPLER, TINKER
 
 MOST_KEY_BYTES = 4096
 MOST_CLIENTS = 1024
@@ -35,6 +36,10 @@ GENERATE_PATHS = {
     *("/ui/live", "/ui/group", "/ui/tokens", "/ui/score"),
     *("/generate", "/health_generate", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
     *("/get_weight_version", "/v1/loads", "/get_load"),
+    *(f"{TINKER}/{name}" for name in ("client/config", "client/dynamic_config", "create_session", "session_heartbeat")),
+    *(f"{TINKER}/{name}" for name in ("create_sampling_session", "asample", "retrieve_future", "cancel_future")),
+    *(f"{TINKER}/{name}" for name in ("telemetry", "healthz", "get_server_capabilities")),
+    SAMPLER,
 }
 """Paths open to the role `generate`: sampling, scoring, the user's own samples, and the worker's health and stats."""
 

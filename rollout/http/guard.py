@@ -23,7 +23,7 @@ from .bodies import Bodies, drop_body
 from .clients import Clients, check_role, note_client
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 from .pages import FILES
-from .paths import SESSION, capability_in, without_capability
+from .paths import SESSION, TINKER, capability_in, without_capability
 from .wire import error_answer
 
 OPEN_PATHS = {"/", "/health", "/health_generate", *FILES}
@@ -31,7 +31,7 @@ OPEN_PATHS = {"/", "/health", "/health_generate", *FILES}
 LONG_PATHS = {
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"),
     *(f"{SESSION}/v1/chat/completions", f"{SESSION}/v1/messages", f"{SESSION}/v1/messages/count_tokens"),
-    *(f"{SESSION}/v1/responses", "/generate"),
+    *(f"{SESSION}/v1/responses", "/generate", f"{TINKER}/asample", f"{TINKER}/telemetry"),
 }
 """Paths that accept bodies of up to `max_body_bytes`, because the bodies contain tokens or text."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score", f"{SESSION}/samples"}
@@ -146,7 +146,7 @@ class Guard:
             return
         if (capability := capability_in(request.scope["path"])) is not None:
             return note_client(request.scope, self._registry.find(capability).client)
-        client = self._clients.find(request.headers.get("Authorization", ""))
+        client = self._clients.find(_authorization(request, path))
         if client is None:
             raise HttpError(
                 401,
@@ -168,6 +168,13 @@ class Guard:
             )
         if not self._clients.need_key and not _is_local(host):
             raise HttpError(403, "Host: must be localhost or a loopback IP, because the server has no API keys")
+
+
+def _authorization(request: Request, path: str) -> str:
+    """Return the `Authorization` header of a request. The package `tinker` sends its key in `X-API-Key`."""
+    if path.startswith(f"{TINKER}/") and (key := request.headers.get("X-API-Key")) is not None:
+        return f"Bearer {key}"
+    return request.headers.get("Authorization", "")
 
 
 def _is_local(host: str) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 SESSIONS = "/sessions"
 SESSION = "/sessions/{id}"
+TINKER = "/api/v1"
+"""How the paths of the Tinker API begin."""
+SAMPLER = f"{TINKER}/samplers/{{id}}"
 
 
 def capability_in(path: str) -> str | None:
@@ -14,5 +17,7 @@ def capability_in(path: str) -> str | None:
 
 def without_capability(path: str) -> str:
     """Return a path with `{id}` in place of a session's capability."""
+    if path.startswith(SAMPLER.removesuffix("{id}")):
+        return SAMPLER
     capability = capability_in(path)
     return path if capability is None else SESSION + path[len(f"{SESSIONS}/{capability}") :]

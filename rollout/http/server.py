@@ -40,6 +40,7 @@ from .lifecycle import Lifecycle, prepare_for_pushes
 from .model import ServedModel
 from .sglang.weights import Weights
 from .texts import Texts
+from .tinker.promises import Promises
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -113,13 +114,15 @@ async def run(
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)
         registry = Registry(config)
         weights = Weights(lifecycle) if config.sglang else None
-        app = make_app(served, lifecycle, watch, config, clients, counters, registry, weights, tracer)
+        promises = Promises(config) if config.tinker else None
+        app = make_app(served, lifecycle, watch, config, clients, counters, registry, weights, tracer, promises)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)
         counters.include(connections.collect)
         with closing(served.texts), closing(served.images):
-            tasks = [asyncio.create_task(watch.run()), asyncio.create_task(registry.run())]
+            owners = [watch, registry] if promises is None else [watch, registry, promises]
+            tasks = [asyncio.create_task(owner.run()) for owner in owners]
             try:
                 return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:

@@ -119,6 +119,7 @@ HTTP: Table = {
     },
     "Paths of other servers": {
         "sglang": "Also serve the paths of SGLang, for slime, miles and AReaL.",
+        "tinker": "Also serve the sampling of the Tinker API, for the package tinker.",
     },
     "Traces": {
         "otlp_traces_endpoint": "URL of an OTLP receiver over HTTP for OpenTelemetry spans. Default: no spans.",

@@ -1,0 +1,16 @@
+"""The paths of the Tinker API that sample and score, for the package `tinker`. Off unless `HttpConfig.tinker` is set.
+
+| module      | owns                                                                                                 |
+|-------------|------------------------------------------------------------------------------------------------------|
+| `fields`    | the fields of `asample`, and their translation to a request                                          |
+| `targets`   | `target_prompt_logprobs`: the token ids to score, dense or in CSR form                               |
+| `answers`   | answers in protobuf                                                                                  |
+| `promises`  | the open sessions, and the promises: requests that run while their clients poll                      |
+| `endpoints` | the handlers                                                                                         |
+| `routes`    | the list of paths                                                                                    |
+
+Promises: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. A field that
+this server does not support is refused by name, and so is every path that trains. Each accepted request has exactly one
+outcome, which its client can read more than once. The same request sent again is not generated again. The number of
+unread requests and the memory of their outcomes are bounded.
+"""
