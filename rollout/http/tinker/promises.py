@@ -43,9 +43,10 @@ POLL_SECONDS = 30.0
 TOKEN_BYTES = 36
 """Estimated memory of a prompt's token while its request runs."""
 _MOST_PAUSE = 15.0
-_ID = re.compile(r"([^:]*):([0-9]{1,19})")
+_ID = re.compile(r"(.*):(0|[1-9][0-9]{0,18})")
+"""The id of a sampling session or promise: the id of what it belongs to, and a number."""
 
-Key: TypeAlias = tuple[str, int]
+Key: TypeAlias = tuple[int, int]
 """The sampling session's number within its session, and the request's number (`seq_id`)."""
 
 log = logging.getLogger(__name__)
@@ -118,15 +119,15 @@ class Promises:
         found.used = time.monotonic()
         return found
 
-    def sampling_session(self, id: str, client: Client) -> tuple[TinkerSession, str]:
+    def sampling_session(self, id: str, client: Client) -> tuple[TinkerSession, int]:
         """Return the session of a sampling session, and the sampling session's number. Raise HttpError if there is
         none.
         """
-        found = _ID.fullmatch(id)
-        return self.session(found[1] if found else "", client), found[2] if found else ""
+        capability, number = _split(id)
+        return self.session(capability, client), number
 
     def begin(
-        self, place: tuple[TinkerSession, str], seq_id: int, fingerprint: bytes, num_tokens: int, work: Work
+        self, place: tuple[TinkerSession, int], seq_id: int, fingerprint: bytes, num_tokens: int, work: Work
     ) -> None:
         """Start a request, unless the same request has a promise already.
 
@@ -152,10 +153,10 @@ class Promises:
         """Return a promise. Raise HttpError with status 410 if there is none, so that the client sends the request
         again.
         """
-        id, _, seq_id = request_id.rpartition(":")
+        id, seq_id = _split(request_id)
         try:
             session, number = self.sampling_session(id, client)
-            found = session.promises.get((number, int(seq_id))) if re.fullmatch("[0-9]{1,19}", seq_id) else None
+            found = session.promises.get((number, seq_id))
         except HttpError:
             found = None
         if found is None:
@@ -244,6 +245,12 @@ class Promises:
 
 
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, bytes]]
+
+
+def _split(id: str) -> tuple[str, int]:
+    """Return the two parts of an id; an empty text and 0 if it has another form."""
+    found = _ID.fullmatch(id)
+    return (found[1], int(found[2])) if found else ("", 0)
 
 
 def _digest(capability: str) -> bytes:
