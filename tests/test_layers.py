@@ -43,7 +43,7 @@ FOREIGN_ALLOWED_TO = {
     **{f"rollout.http.{name}": {"starlette"} for name in ("bodies", "guard", "lifecycle", "pages", "wire")},
     **{f"rollout.http.{name}": {"opentelemetry", "starlette"} for name in ("app", "tracing")},
     **{f"rollout.{name}": {"opentelemetry"} for name in ("tracing", "client.client", "fleet.client", "http.server")},
-    "rollout.http.agents.endpoints": {"starlette"},
+    **{f"rollout.http.{room}.endpoints": {"starlette"} for room in ("agents", "tinker")},
     **{f"rollout.http.sglang.{name}": {"starlette"} for name in ("control", "generate", "info", "weights")},
     "rollout.http.bounds": {"h11"},
     **{f"rollout.http.{name}": {"h11", "starlette"} for name in ("connections", "exchange")},

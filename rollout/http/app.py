@@ -188,8 +188,8 @@ def make_app(
     promises: Promises | None = None,
 ) -> ASGIApp:
     """Return the application: all routes, behind the guard. `weights`: handlers of SGLang's pushes; None leaves out
-    SGLang's paths. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None leaves out its
-    paths.
+    SGLang's paths. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None leaves out
+    this API.
     """
     samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
     pages = Pages(served, samples, watch)
@@ -240,7 +240,7 @@ def make_app(
         routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in entries]
     if promises is not None:
         counters.include(promises.collect)
-        most = min(config.max_open_requests, most_connections(config) // 2)  # a client may hold a connection per request
+        most = min(config.max_open_requests, most_connections(config) // 2)  # each request polls on a connection
         tinker = TinkerEndpoints(served, samples, clients, long_bodies, lifecycle, promises, most)
         routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in tinker_routes(tinker)]
     handlers = {

@@ -135,7 +135,7 @@ class TinkerEndpoints:
         own, asked = read_sample(await self._bodies.read(request), served)
         place = self._promises.sampling_session(own.sampling_session_id, client)
         work = partial(self._answer, asked, client.user)
-        self._promises.begin(place, own.seq_id, asked.fingerprint, len(asked.prompt), work)
+        self._promises.begin(place, own.seq_id, asked.fingerprint, asked.num_bytes, work)
         id = f"{own.sampling_session_id}:{own.seq_id}"
         return answer({"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(asked.params.n)]})
 
@@ -164,8 +164,8 @@ class TinkerEndpoints:
         """Raise HttpError: the path is not one of those that sample."""
         raise HttpError(
             400,
-            f"{brief(request.url.path)}: is not supported, because this server only samples and scores; train with your "
-            "own trainer, and push its weights with WeightPublisher (see docs/tinker.md)",
+            f"{request.url.path[:200]}: is not supported, because this server only samples and scores; train with "
+            "your own trainer, and push its weights with WeightPublisher (see docs/tinker.md)",
             code="unsupported_path",
         )
 

@@ -29,6 +29,8 @@ OFF: dict[str, tuple[Any, ...]] = {
 """
 MAX_ID_CHARS = 128
 TEXT_CHUNK = "encoded_text"
+TOKEN_BYTES = 36
+"""Memory of a token id in a list, in bytes."""
 ENTRY_BYTES = 8
 """Size of a token id with a log-prob, in bytes."""
 
@@ -108,6 +110,11 @@ class Asked:
     num_top: int
     targets: Targets | None
     fingerprint: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of the request while it runs."""
+        return TOKEN_BYTES * len(self.prompt) + (0 if self.targets is None else 2 * self.targets.ids.nbytes)
 
 
 def read_sample(body: dict[str, Any], served: ServedModel) -> tuple[SampleFields, Asked]:

@@ -40,8 +40,6 @@ TOLD_SECONDS = 60.0
 """Time for which an outcome that was read can be read again."""
 POLL_SECONDS = 30.0
 """Maximum time for which a poll waits. The package `tinker` waits for 45 s."""
-TOKEN_BYTES = 36
-"""Estimated memory of a prompt's token while its request runs."""
 _MOST_PAUSE = 15.0
 _ID = re.compile(r"(.*):(0|[1-9][0-9]{0,18})")
 """The id of a sampling session or promise: the id of what it belongs to, and a number."""
@@ -127,12 +125,13 @@ class Promises:
         return self.session(capability, client), number
 
     def begin(
-        self, place: tuple[TinkerSession, int], seq_id: int, fingerprint: bytes, num_tokens: int, work: Work
+        self, place: tuple[TinkerSession, int], seq_id: int, fingerprint: bytes, num_bytes: int, work: Work
     ) -> None:
         """Start a request, unless the same request has a promise already.
 
-        `place`: the result of `sampling_session`. `num_tokens`: length of the prompt. `work`: returns the answer. Raise
-        HttpError if a different request has the same `seq_id`, or if there is no room for another promise.
+        `place`: the result of `sampling_session`. `num_bytes`: memory of the running request. `work`: returns the
+        answer. Raise HttpError if a different request has the same `seq_id`, or if there is no room for another
+        promise.
         """
         session, number = place
         if (known := session.promises.get((number, seq_id))) is not None:
@@ -141,9 +140,7 @@ class Promises:
                 raise HttpError(409, text, field="seq_id", value=seq_id, code="id_conflict")
             return
         self._check_room()
-        promise = Promise(
-            session, (number, seq_id), asyncio.create_task(work()), fingerprint, TOKEN_BYTES * num_tokens
-        )
+        promise = Promise(session, (number, seq_id), asyncio.create_task(work()), fingerprint, num_bytes)
         session.promises[promise.key] = promise
         self._num_promises += 1
         self._num_bytes += promise.num_bytes
@@ -226,8 +223,8 @@ class Promises:
 
     def _make_room(self) -> None:
         """Drop outcomes that were read, the oldest first, while there are too many or they use too much memory."""
-        config = self._config
-        while self._told and (len(self._told) > config.max_open_requests or self._num_bytes >= config.max_session_bytes):
+        most, limit = self._config.max_open_requests, self._config.max_session_bytes
+        while self._told and (len(self._told) > most or self._num_bytes >= limit):
             self._drop(next(iter(self._told)))
 
     def _check_room(self) -> None:

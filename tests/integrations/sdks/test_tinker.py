@@ -15,7 +15,7 @@ import pytest
 import tinker
 import torch
 from http_fronts import CHAT_TEMPLATE, Front, front_end
-from serving import WorkerOnThread
+from serving import WorkerOnThread, wait_until
 from tinker import types
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -71,10 +71,11 @@ def as_prompt(token_ids: list[int]) -> Any:
 
 
 def test_samples_and_scores_have_the_bits_of_the_client(sampling: Any, client: RolloutClient) -> None:
-    asked = SamplingParams(n=3, max_tokens=MAX_TOKENS, temperature=0.8, top_p=0.9, logprobs="temperature", top_logprobs=2)
+    named: dict[str, Any] = dict(max_tokens=MAX_TOKENS, temperature=0.8, top_p=0.9)
+    asked = SamplingParams(n=3, logprobs="temperature", top_logprobs=2, **named)
     [group] = client.generate([PROMPTS[0]], asked, seed=7)
     [score] = client.score([PROMPTS[0]], top_logprobs=3)
-    params = types.SamplingParams(max_tokens=MAX_TOKENS, seed=7, temperature=0.8, top_p=0.9)
+    params = types.SamplingParams(seed=7, **named)
     wanted: dict[str, Any] = dict(include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2)
     told = sampling.sample(as_prompt(PROMPTS[0]), 3, params, **wanted).result()
     assert len({sequence.sequence_id for sequence in told.sequences}) == 3
@@ -112,13 +113,21 @@ def test_target_ids_have_the_bits_of_the_client(layout: str, sampling: Any, clie
 def test_refused_requests_raise(sampling: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match="prompt_alt_tokens_k: 2 is not supported"):
         sampling.sample(as_prompt([1, 2]), 1, types.SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result()
-    with pytest.raises(tinker.RequestFailedError, match="category"):
+    with pytest.raises(tinker.RequestFailedError, match=r"token ids must be in \[0, 512\)"):
         sampling.sample(as_prompt([1, 2**30]), 1, types.SamplingParams(max_tokens=1)).result()
 
 
-def test_a_loop_with_pushes_has_no_mismatch(
-    sampling: Any, worker: WorkerOnThread, folder: Any
-) -> None:
+def test_an_abandoned_request_is_cancelled(sampling: Any, front: Front) -> None:
+    assert front.post("/pause?mode=keep").status_code == 200
+    before = front.metric("trueroll_http_tinker_promises")
+    asked = sampling.sample(as_prompt(PROMPTS[0]), 1, types.SamplingParams(max_tokens=4))
+    front.wait_for("trueroll_http_tinker_promises", before + 1)
+    assert asked.future().cancel()
+    wait_until(lambda: 'path="/api/v1/cancel_future",status="204"' in front.get("/metrics").text)
+    assert front.post("/resume").status_code == 200
+
+
+def test_a_loop_with_pushes_has_no_mismatch(sampling: Any, worker: WorkerOnThread, folder: Any) -> None:
     """20 steps of GRPO: the package samples, an aligned trainer learns and pushes. The trainer's log-probs are the
     samples' log-probs, bit for bit.
     """
@@ -126,7 +135,8 @@ def test_a_loop_with_pushes_has_no_mismatch(
     align(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     first = policy.state_dict()["model.embed_tokens.weight"].clone()
-    with WeightPublisher.connect([worker.address]) as publisher:
+    with WeightPublisher("shared") as publisher:
+        publisher.connect([worker.address])
         for step in range(NUM_STEPS):
             params = [types.SamplingParams(max_tokens=MAX_TOKENS, seed=2 * step + i) for i in range(len(PROMPTS))]
             asked = [sampling.sample(as_prompt(p), GROUP, s) for p, s in zip(PROMPTS, params, strict=True)]

@@ -22,9 +22,11 @@ from trueroll.rollout.http.agents.registry import Registry
 from trueroll.rollout.http.app import make_app
 from trueroll.rollout.http.clients import GENERATE_PATHS, Clients, clients_of
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
-from trueroll.rollout.http.paths import SESSION
+from trueroll.rollout.http.paths import SAMPLER, SESSION, TINKER
 from trueroll.rollout.http.sglang.control import REFUSED
 from trueroll.rollout.http.sglang.weights import Weights
+from trueroll.rollout.http.tinker.promises import Promises
+from trueroll.rollout.http.tinker.routes import REST
 from trueroll.rollout.network.keys import OWNER, Client
 
 ALICE, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "operator"))
@@ -39,6 +41,7 @@ SGLANG_PATHS = SGLANG_CONTROL_PATHS | {
     *("/generate", "/health_generate", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
     *("/get_weight_version", "/v1/loads", "/get_load"),
 }
+TINKER_PATHS = {path for path in GENERATE_PATHS if path.startswith(f"{TINKER}/")}
 BY_CAPABILITY = {
     *(SESSION, f"{SESSION}/samples", f"{SESSION}/reward", f"{SESSION}/v1/models", f"{SESSION}/v1/chat/completions"),
     *(f"{SESSION}/v1/messages", f"{SESSION}/v1/messages/count_tokens", f"{SESSION}/v1/responses"),
@@ -104,16 +107,31 @@ def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
     keyless = guard.OPEN_PATHS | GENERATE_PATHS | {"/v1/models/{name:path}"} | BY_CAPABILITY
     _app(Clients({}))
-    assert served - keyless == CONTROL_PATHS and served & SGLANG_PATHS == set()
+    assert served - keyless == CONTROL_PATHS and served & (SGLANG_PATHS | TINKER_PATHS) == set()
     _app(Clients({}), Weights(FakePages()))  # type: ignore[arg-type]
     assert served - keyless == CONTROL_PATHS | SGLANG_CONTROL_PATHS
-    assert served >= GENERATE_PATHS | SGLANG_PATHS
+    assert served >= GENERATE_PATHS - TINKER_PATHS | SGLANG_PATHS and served & TINKER_PATHS == set()
+    served.clear()
+    _app(Clients({}), promises=Promises(HttpConfig(address="ipc://x")))
+    assert served - keyless == CONTROL_PATHS | {REST}, "REST only refuses"
+    assert served >= TINKER_PATHS >= {SAMPLER} and len(TINKER_PATHS) == 12
 
 
-def _app(clients: Clients, weights: Weights | None = None) -> Any:
+def _app(clients: Clients, weights: Weights | None = None, promises: Promises | None = None) -> Any:
     config = HttpConfig(address="ipc://x")
     counters, registry = guard.Counters(), Registry(config)
-    return make_app(None, FakePages(), None, config, clients, counters, registry, weights)  # type: ignore[arg-type]
+    return make_app(
+        None,
+        FakePages(),
+        None,
+        config,
+        clients,
+        counters,
+        registry,
+        weights,
+        None,
+        promises,  # type: ignore[arg-type]
+    )
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,17 +20,22 @@ from trueroll.rollout.http.generate import GenerateFields
 from trueroll.rollout.http.paths import SESSION, SESSIONS
 from trueroll.rollout.http.sglang import control, fields, weights
 from trueroll.rollout.http.sglang.routes import sglang_routes
+from trueroll.rollout.http.tinker import endpoints as tinker_endpoints
+from trueroll.rollout.http.tinker import fields as tinker_fields
+from trueroll.rollout.http.tinker import promises, targets
+from trueroll.rollout.http.tinker.routes import REST, tinker_routes
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGE, SGLANG_PAGE = ((DOCS / name).read_text() for name in ("http.md", "sglang.md"))
+PAGE, SGLANG_PAGE, TINKER_PAGE = ((DOCS / name).read_text() for name in ("http.md", "sglang.md", "tinker.md"))
 
 
 def words(page: str) -> set[str]:
     return {word for code in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"[\w./-]+", code)}
 
 
-WORDS, SGLANG_WORDS = words(PAGE), words(SGLANG_PAGE)
+WORDS, SGLANG_WORDS, TINKER_WORDS = words(PAGE), words(SGLANG_PAGE), words(TINKER_PAGE)
 SGLANG_ROUTES = [*sglang_routes(*[MagicMock()] * 5)]
+TINKER_ROUTES = [*tinker_routes(MagicMock())]
 
 
 def test_every_field_is_described() -> None:
@@ -53,7 +58,9 @@ def test_every_path_is_described() -> None:
     assert len(named) > 20 and named - WORDS == set()
     of_sglang = {path for path, _, _ in SGLANG_ROUTES}
     assert len(of_sglang) > 20 and of_sglang - SGLANG_WORDS == set()
-    assert guard.WORK_PATHS | guard.OPEN_PATHS <= paths | of_sglang
+    of_tinker = {path.replace("{id}", "ID") for path, _, _ in TINKER_ROUTES} - {REST}
+    assert len(of_tinker) > 10 and of_tinker - TINKER_WORDS == set()
+    assert guard.WORK_PATHS | guard.OPEN_PATHS <= paths | of_sglang | of_tinker
 
 
 def test_every_field_of_sglang_is_described() -> None:
@@ -63,6 +70,19 @@ def test_every_field_of_sglang_is_described() -> None:
     for kind in (*kinds, control.MemoryFields):
         named |= kind.model_fields.keys()
     assert named - SGLANG_WORDS == set()
+
+
+def test_every_field_of_tinker_is_described() -> None:
+    named = {*tinker_fields.IGNORED, *tinker_fields.OFF, *tinker_endpoints.SESSION_LABELS}
+    kinds = (tinker_fields.ChunkFields, tinker_fields.PromptFields, tinker_fields.SamplingFields)
+    kinds += (tinker_fields.SampleFields, targets.TensorFields, tinker_endpoints.SamplingSessionFields)
+    for kind in (*kinds, tinker_endpoints.RetrieveFields, tinker_endpoints.CancelFields):
+        named |= kind.model_fields.keys()
+    assert named - TINKER_WORDS == set()
+    metrics = {family.name for family in promises.Promises(HttpConfig(address="ipc://x")).collect()}
+    assert len(metrics) == 3 and metrics - TINKER_WORDS == set()
+    for seconds in (promises.POLL_SECONDS, promises.TOLD_SECONDS, promises.SILENT_SECONDS):
+        assert f" {seconds:.0f} s" in TINKER_PAGE
 
 
 def test_every_code_and_metric_is_described() -> None:

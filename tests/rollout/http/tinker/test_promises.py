@@ -64,9 +64,7 @@ def test_a_request_sent_again_is_not_generated_again(front: Front, fake: FakeEng
     assert len(fake.requests) == 2, "another sampling session has its own numbers"
 
 
-def test_a_poll_ends_before_its_request(
-    front: Front, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_poll_ends_before_its_request(front: Front, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert promises.POLL_SECONDS < 45 and promises.SILENT_SECONDS > 4 * 10
     monkeypatch.setattr(promises, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(endpoints, "INLINE_BYTES", 10)
@@ -152,7 +150,7 @@ def test_ids_open_nothing_for_other_users(
         refused = {
             404: [
                 bob.begin([1], SAMPLING, sampling_session_id=alice.sampling_session_id),
-                bob.call("create_sampling_session", session_id=alice.session_id, sampling_session_seq_id=0, base_model="fake"),
+                bob.begin_sampling(session_id=alice.session_id, base_model="fake"),
                 front.get(f"/api/v1/samplers/{alice.sampling_session_id}"),
             ],
             410: [
@@ -180,7 +178,15 @@ def test_ids_open_nothing_for_other_users(
 
 def test_paths_that_train_are_refused(front: Front, fake: FakeEngine) -> None:
     tinker = TinkerClient(front)
-    paths = ("create_model", "forward_backward", "optim_step", "save_weights", "load_weights", "retrieve_futures", "a/b")
+    paths = (
+        "create_model",
+        "forward_backward",
+        "optim_step",
+        "save_weights",
+        "load_weights",
+        "retrieve_futures",
+        "a/b",
+    )
     for path in paths:
         refused = tinker.call(path, model_id="a")
         assert refused.status_code == 400 and error_of(refused)["code"] == "unsupported_path"

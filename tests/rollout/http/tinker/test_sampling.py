@@ -86,7 +86,7 @@ def test_log_probs_of_the_prompt_have_the_bits_of_the_client(tinker: TinkerClien
     assert np.isnan(np.frombuffer(last.prompt_logprobs[: -4 * 5], np.float32)).all()
     assert last.prompt_logprobs[-4 * 5 :] == score.logprobs[-5:].tobytes()
     assert last.prompt_tops[1][-4 * 5 :] == score.top_logprobs[-5:, :1].tobytes()
-    assert last.prompt_tops[0][: -5] == [0] * (len(PROMPT) - 5)
+    assert last.prompt_tops[0][:-5] == [0] * (len(PROMPT) - 5)
     alone = tinker.sample([7], one_token, prompt_logprobs=True, topk_prompt_logprobs=1)
     assert alone.prompt_logprobs is not None and np.isnan(np.frombuffer(alone.prompt_logprobs, np.float32)).all()
     assert alone.prompt_tops is not None and alone.prompt_tops[2:] == (1, 1)
@@ -171,7 +171,11 @@ def test_wrong_tensors_are_refused(tinker: TinkerClient, tensor: dict[str, Any],
         (dict(max_tokens=1000), {}, "exceed the model's maximum context length"),
         ({}, dict(num_samples=0), "n"),
         ({}, dict(prompt={"chunks": []}), "a prompt has no tokens"),
-        ({}, dict(prompt={"chunks": [{"type": "image", "data": "a", "format": "png"}]}), "prompt.chunks[0].type: 'image'"),
+        (
+            {},
+            dict(prompt={"chunks": [{"type": "image", "data": "a", "format": "png"}]}),
+            "prompt.chunks[0].type: 'image'",
+        ),
         ({}, dict(prompt_logprobs_last_n=2), "prompt_logprobs_last_n: needs prompt_logprobs"),
         ({}, dict(prompt_logprobs=True, prompt_logprobs_last_n=40), "prompt_logprobs_last_n: must be at most 39"),
         ({}, dict(topk_sample_logprobs=1025), "topk_sample_logprobs"),
@@ -194,9 +198,7 @@ def test_a_request_that_the_worker_refuses_ends_with_its_error(tinker: TinkerCli
 def test_the_model_is_told_and_checked(front: Front, tinker: TinkerClient) -> None:
     told = front.get("/api/v1/get_server_capabilities").json()
     assert told == {
-        "supported_models": [
-            {"model_name": "tiny", "max_context_length": 1024, "trainable": False, "sampleable": True}
-        ]
+        "supported_models": [{"model_name": "tiny", "max_context_length": 1024, "trainable": False, "sampleable": True}]
     }
     sampler = front.get(f"/api/v1/samplers/{tinker.sampling_session_id}").json()
     assert sampler == {"sampler_id": tinker.sampling_session_id, "base_model": "tiny", "model_path": None}
