@@ -1,4 +1,6 @@
-"""A proxy that cuts the connection of each request once, after the server has begun to answer."""
+"""A proxy that cuts the connection of each request with a given header, after the server has begun to answer. By
+default these are the first tries of requests.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ FIRST_TRY = b"\r\nx-stainless-retry-count: 0\r\n"
 
 
 class CuttingProxy:
-    """Listens on loopback, at `port`. `num_cut`: the number of requests that lost their connection."""
+    """Listens on loopback, at `port`. `header`: the header of the requests that lose their connection. `num_cut`: the
+    number of these requests.
+    """
 
-    def __init__(self, target: tuple[str, int]) -> None:
+    def __init__(self, target: tuple[str, int], header: bytes) -> None:
+        self._header = header
         self._target, self._listener = target, socket.create_server(("127.0.0.1", 0))
         self.port, self.num_cut = self._listener.getsockname()[1], 0
         self._sockets = [self._listener]
@@ -46,7 +51,7 @@ class CuttingProxy:
     def _receive(self, near: socket.socket, far: socket.socket, sent: bytearray) -> None:
         with suppress(OSError):
             while data := far.recv(65536):
-                if FIRST_TRY in sent.lower():
+                if self._header in sent.lower():
                     self.num_cut += 1
                     break
                 sent.clear()
@@ -56,8 +61,8 @@ class CuttingProxy:
 
 
 @contextmanager
-def cutting_proxy(target: tuple[str, int]) -> Iterator[CuttingProxy]:
-    proxy = CuttingProxy(target)
+def cutting_proxy(target: tuple[str, int], header: bytes = FIRST_TRY) -> Iterator[CuttingProxy]:
+    proxy = CuttingProxy(target, header)
     try:
         yield proxy
     finally:

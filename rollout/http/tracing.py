@@ -15,11 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..tracing import note_error
 from .pages import FILES
+from .paths import TINKER
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-UNTRACED = {"/", "/health", "/health_generate", "/metrics", "/ui/live", *FILES}
+UNTRACED = {
+    *("/", "/health", "/health_generate", "/metrics", "/ui/live", *FILES),
+    *(f"{TINKER}/{name}" for name in ("session_heartbeat", "retrieve_future", "telemetry")),
+}
 """Paths that clients poll, and the files of the page."""
 ROUTE = "trueroll.route"
 """The key under which `ExactRoute` puts the path of the route into the scope."""

@@ -8,10 +8,10 @@ they have been read. Guarantees:
 - A promise has exactly one outcome: an answer or an error. The outcome can be read again for `TOLD_SECONDS`, or until
   the memory is needed.
 - While a promise is kept, the same request sent again belongs to the same promise.
-- At most `max_open_requests` promises have an outcome that nobody has read, and no promise begins while promises use
+- At most `max_open_requests` promises are running or unread, and no promise begins while promises use
   `max_session_bytes` or more.
 - A session without requests for `SILENT_SECONDS` (or `session_seconds`, if that is shorter) ends, and its running
-  requests with it. An outcome that nobody reads within `session_seconds` is dropped.
+  requests with it. An outcome that is not read within `session_seconds` is dropped.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _ID = re.compile(r"(.*):(0|[1-9][0-9]{0,18})")
 
 Key: TypeAlias = tuple[int, int]
 """The sampling session's number within its session, and the request's number (`seq_id`)."""
+Work: TypeAlias = Callable[[], Coroutine[Any, Any, bytes]]
+"""Returns the answer to a request."""
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +232,7 @@ class Promises:
     def _check_room(self) -> None:
         self._make_room()
         if (unread := self._num_promises - len(self._told)) >= (most := self._config.max_open_requests):
-            raise _full("max_open_requests", unread, most, "requests run or have an outcome that nobody has read")
+            raise _full("max_open_requests", unread, most, "requests are running or unread")
         if self._num_bytes >= (limit := self._config.max_session_bytes):
             raise _full("max_session_bytes", self._num_bytes, limit, "bytes of outcomes are in memory")
 
@@ -239,9 +241,6 @@ class Promises:
         yield GaugeMetricFamily("trueroll_http_tinker_sessions", "Open sessions.", value=len(self._sessions))
         yield GaugeMetricFamily("trueroll_http_tinker_promises", "Kept promises.", value=self._num_promises)
         yield GaugeMetricFamily("trueroll_http_tinker_bytes", "Memory of promises.", value=self._num_bytes)
-
-
-Work: TypeAlias = Callable[[], Coroutine[Any, Any, bytes]]
 
 
 def _split(id: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 os.environ["TINKER_TELEMETRY"] = "0"  # read when a client is made; it would send a batch at the end of the process
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from cutting_proxy import cutting_proxy
 from http_fronts import CHAT_TEMPLATE, Front, front_end
 from serving import WorkerOnThread, wait_until
 from tinker import types
@@ -29,6 +31,8 @@ from trueroll.rollout.worker.process import load_engine
 
 PROMPTS = [[*range(40, 80)], [*range(90, 120)]]
 NUM_STEPS, GROUP, MAX_TOKENS = 20, 4, 12
+FIRST_POLL = b"\r\nx-tinker-request-iteration: 0\r\n"
+"""The header with which the package marks its first poll of a promise."""
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +129,21 @@ def test_an_abandoned_request_is_cancelled(sampling: Any, front: Front) -> None:
     assert asked.future().cancel()
     wait_until(lambda: 'path="/api/v1/cancel_future",status="204"' in front.get("/metrics").text)
     assert front.post("/resume").status_code == 200
+
+
+def test_an_answer_that_is_lost_is_read_again(sampling: Any, front: Front) -> None:
+    address, params = urlsplit(front.url), types.SamplingParams(max_tokens=4, seed=3)
+    assert address.hostname is not None and address.port is not None
+    undisturbed = sampling.sample(as_prompt(PROMPTS[0]), 2, params).result()
+    before = front.metric("trueroll_http_tinker_promises")
+    with cutting_proxy((address.hostname, address.port), FIRST_POLL) as proxy:
+        service = tinker.ServiceClient(base_url=f"http://127.0.0.1:{proxy.port}", api_key="tml-none")
+        behind = service.create_sampling_client(base_model="tiny").result()
+        told = behind.sample(as_prompt(PROMPTS[0]), 2, params).result()
+        assert proxy.num_cut == 1
+    for one, other in zip(told.sequences, undisturbed.sequences, strict=True):
+        assert one.tokens == other.tokens and one.logprobs_np.tobytes() == other.logprobs_np.tobytes()
+    assert front.metric("trueroll_http_tinker_promises") == before + 1, "the request was sent once"
 
 
 def test_a_loop_with_pushes_has_no_mismatch(sampling: Any, worker: WorkerOnThread, folder: Any) -> None:

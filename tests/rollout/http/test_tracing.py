@@ -225,6 +225,7 @@ def test_every_call_of_a_session_ends_its_span(spans: Spans, chat_model: Path) -
 def test_refused_and_polled_requests_have_no_spans(traced: Front, spans: Spans) -> None:
     assert traced.post("/v1/completions", dict(prompt="a"), Authorization="Bearer other").status_code == 401
     assert [traced.get(path).status_code for path in ("/health", "/metrics", "/ui")] == [200] * 3
+    assert traced.post("/api/v1/retrieve_future", {}).status_code == 404, "premise: without the Tinker API"
     assert traced.get("/v1/models").status_code == 200
     assert [span.name for span in spans.take(1)] == ["GET /v1/models"]
 

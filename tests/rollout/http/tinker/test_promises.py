@@ -115,6 +115,7 @@ def test_requests_that_fail_end_with_an_error(front: Front, fake: FakeEngine) ->
 def test_unread_promises_are_bounded(running: WorkerOnThread, chat_model: Path, fake: FakeEngine) -> None:
     with front_end(running.address, tokenizer=str(chat_model), tinker=True, max_open_requests=2) as front:
         tinker = TinkerClient(front)
+        assert tinker.call("client/config").json()["sample_max_concurrent_requests"] == 2
         first, second = (tinker.begin([1], SAMPLING).json()["request_id"] for _ in range(2))
         refused = tinker.begin([1], SAMPLING)
         assert refused.status_code == 429 and error_of(refused)["code"] == "queue_full"
