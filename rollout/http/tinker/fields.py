@@ -28,6 +28,9 @@ OFF: dict[str, tuple[Any, ...]] = {
 """Fields of `asample` that this server does not support, with their neutral values. The sampling session has the model.
 """
 MAX_ID_CHARS = 128
+MAX_CHUNKS = 4096
+MAX_SAMPLES = 4096
+"""The limit for the samples of a request. The ids of all samples are told before the worker sees the request."""
 TEXT_CHUNK = "encoded_text"
 TOKEN_BYTES = 36
 """Memory of a token id in a list, in bytes."""
@@ -48,7 +51,7 @@ class ChunkFields(Fields):
 class PromptFields(Fields):
     """A prompt: its parts in order."""
 
-    chunks: Annotated[list[ChunkFields], _FAIL_FAST]
+    chunks: Annotated[list[ChunkFields], Field(max_length=MAX_CHUNKS, fail_fast=True)]
 
 
 class SamplingFields(Fields):
@@ -84,7 +87,7 @@ class SampleFields(Fields):
 
     sampling_session_id: Id
     seq_id: Annotated[int, Field(ge=0, lt=2**63)]
-    num_samples: int = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     prompt: PromptFields
     sampling_params: dict[str, Any]
     prompt_logprobs: bool = False
