@@ -956,7 +956,7 @@ class Judge:
         happened["samples with tokens over old KV"] += len(old_kv) > 0
         happened["samples with tokens after old KV"] += 0 < ends[-1] < num_tokens
 
-    def check_scores(self, asked: Asked, spans: list[list[int]], tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def check_scores(self, asked: Asked, spans: Sequence[Any], tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Check the log-probs of tokens that a version drew: the version gives the same log-probs when it alone scores
         all tokens up to these tokens.
         """
