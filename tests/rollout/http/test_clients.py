@@ -120,8 +120,9 @@ def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> 
 def _app(clients: Clients, weights: Weights | None = None, promises: Promises | None = None) -> Any:
     config = HttpConfig(address="ipc://x")
     counters, registry = guard.Counters(), Registry(config)
-    stand_ins: Any = (None, FakePages(), None)
-    return make_app(*stand_ins, config, clients, counters, registry, weights, None, promises)
+    none: Any = None
+    pages: Any = FakePages()
+    return make_app(none, pages, none, config, clients, counters, registry, weights, None, promises)
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
