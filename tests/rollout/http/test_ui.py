@@ -26,7 +26,7 @@ from trueroll.rollout.http import guard, pages, samples, watch
 from trueroll.rollout.http.samples import NUMBER_BYTES, OBJECT_BYTES, SampleLog
 
 PROMPT = list(range(40, 80))
-FILES = guard.OPEN_PATHS - {"/", "/health"}
+FILES = guard.OPEN_PATHS - {"/", "/health", "/health_generate"}
 
 
 def newest(front: Front) -> dict[str, Any]:
