@@ -337,7 +337,7 @@ class Engine:
 
 
 def _one_version(entries: Iterable[OpenSample | OpenScore]) -> list[OpenSample]:
-    """Return the samples whose requests set `one_version`."""
+    """Return the samples of requests that set `one_version`."""
     return [each for each in entries if isinstance(each, OpenSample) and each.request.params.one_version]
 
 

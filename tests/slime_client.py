@@ -1,7 +1,7 @@
 """A client that makes slime's calls to an SGLang server, for tests. PyPI's `slime` is another package, and slime itself
 needs SGLang, Ray and Megatron.
 
-Each method names the function of slime whose calls it makes, as of commit 624b824a (August 2026).
+Each method names the function of slime that makes the same calls, as of commit 624b824a (August 2026).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def judge(
     """Find the dtype and the distribution of an engine's log-probs.
 
     `told`: the engine's log-probs of all tokens of the first condition, float32 [tokens]. `is_greedy`: whether each
-    token is of a greedy sample, whose log-prob has the same value under every distribution, bool [tokens]. `by_dtype`:
+    token is of a greedy sample: its log-prob has the same value under every distribution, bool [tokens]. `by_dtype`:
     the trainer's log-probs of the same tokens, float32 [tokens], in bfloat16, float16 and float32.
 
     Raise ConfigError if the trainer is almost certain of every token that is not greedy.

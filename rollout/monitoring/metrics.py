@@ -315,7 +315,7 @@ _ENGINE_COUNTERS = (
     ("host_stored", "host_stored", "Blocks and checkpoints copied to the host tier."),
     ("host_restored", "host_restored", "Blocks and checkpoints copied back from the host tier."),
     ("host_evictions", "host_evictions", "Blocks and checkpoints that the host tier dropped for lack of room."),
-    ("host_hit_tokens", "host_hits", "Tokens whose content was restored from the host tier."),
+    ("host_hit_tokens", "host_hits", "Tokens with content that was restored from the host tier."),
     ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
     ("images_encoded", "images_encoded", "Images that the vision tower has encoded."),
     ("image_evictions", "image_evictions", "Encoded images that were evicted."),

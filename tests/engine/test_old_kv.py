@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead
 
 @dataclass
 class Pushed:
-    """An engine whose weights alternate: even versions are those of `folders[0]`, odd versions those of `folders[1]`.
+    """An engine with alternating weights: even versions are those of `folders[0]`, odd versions those of `folders[1]`.
 
     `engine` gets commits. `oracles`: for each folder, an engine that never gets one.
     """
@@ -55,7 +55,7 @@ class Pushed:
 
     def check(self, prompt: np.ndarray, sample: SampleOutput) -> int:
         """Check that each token outside `old_kv` has the log-prob that `score` computes with the weights that drew it,
-        and that the spans add up. Return the number of tokens in `old_kv` whose log-prob no version recomputes.
+        and that the spans add up. Return the number of tokens in `old_kv` with a log-prob that no version recomputes.
         """
         count, whole = len(sample.token_ids), np.concatenate((prompt, np.array(sample.token_ids, np.int32)))
         old = covered(sample.old_kv, count)

@@ -2,7 +2,7 @@
 
 A folder is a Hugging Face checkpoint with safetensors files and a `model.safetensors.index.json`, as slime writes it.
 The index of a delta has these texts in its `metadata`: `version`, `base_version`, `delta_encoding`,
-`compression_format` and `checksum_format`. A folder whose index has no `delta_encoding`, or a folder with only a
+`compression_format` and `checksum_format`. A folder with an index without `delta_encoding`, or a folder with only a
 `model.safetensors`, is a full checkpoint. trueroll also writes `push_id` and, for a delta, `base_push_id`: the ids of
 the pushes of the two versions.
 """

@@ -45,7 +45,7 @@ _SPARE_CONNECTIONS = 32
 class RelaySlots:
     """The trainer's side. `host`: the address of this machine at which workers can reach the trainer.
 
-    `slot_bytes`: size of a bucket. `lost`: called with the position of each worker whose process ends during the push.
+    `slot_bytes`: size of a bucket. `lost`: called with the position of each worker that ends during the push.
     Raise ConfigError if `host` is not an address of this machine.
     """
 
@@ -123,8 +123,8 @@ class RelaySlots:
         return True
 
     def _watch(self, watched: dict[int, tuple[socket.socket, int]]) -> None:
-        """Report each worker whose connection ends without `DONE`. `watched`: the connection and the position of each
-        worker, by the connection's descriptor.
+        """Report each worker with a connection that ends without `DONE`. `watched`: the connection and the position of
+        each worker, by the connection's descriptor.
         """
         poll = select.poll()
         for number in watched:

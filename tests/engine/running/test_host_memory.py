@@ -126,7 +126,7 @@ def asleep_on_cuda(pins: Pins, monkeypatch: pytest.MonkeyPatch) -> HostMemory:
 def test_memory_is_pinned_once_while_it_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = Pins()
     memory = asleep_on_cuda(pins, monkeypatch)
-    for _ in range(2):  # a worker whose weights alone are asleep may be told to wake up the KV cache, too
+    for _ in range(2):  # a worker with only its weights asleep may be told to wake up the KV cache, too
         memory.wake_up()
         assert pins.sizes == {memory._memory.data_ptr(): SLOTS * 64}
     for _ in range(2):

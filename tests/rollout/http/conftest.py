@@ -1,4 +1,4 @@
-"""Fixtures: a worker with a tiny chat model, and a front end and a client of the worker."""
+"""Fixtures: a worker with a tiny chat model, its front end and its client, and a worker with a fake engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 from http_fronts import CHAT_TEMPLATE, Front, front_end
+from serving import WorkerOnThread, serving
 
 from trueroll.rollout import RolloutClient, WorkerProcess, launch_worker
 
@@ -35,3 +37,15 @@ def front(worker: WorkerProcess) -> Iterator[Front]:
 def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
     with RolloutClient(worker.address) as running:
         yield running
+
+
+@pytest.fixture
+def fake() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def running(fake: FakeEngine) -> Iterator[WorkerOnThread]:
+    """A worker in front of the fake engine."""
+    with serving(fake) as worker:
+        yield worker

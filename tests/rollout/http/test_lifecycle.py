@@ -39,17 +39,6 @@ PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program impo
 
 
 @pytest.fixture
-def fake() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def running(fake: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(fake) as worker:
-        yield worker
-
-
-@pytest.fixture
 def fronted(running: WorkerOnThread, chat_model: Path) -> Iterator[Front]:
     """A front end of the worker with the fake engine."""
     with front_end(running.address, tokenizer=str(chat_model)) as front:

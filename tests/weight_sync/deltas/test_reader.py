@@ -355,7 +355,7 @@ def change_index(folder: Path, change: Callable[[Any], Any]) -> None:
 
 
 def change_frame(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the delta of layers.0.weight, in a file whose lengths are right."""
+    """Change the delta of layers.0.weight, in a file with the right lengths."""
     path = folder / DELTA_FILE
     tensors = load_file(path)
     blob = path.read_bytes()

@@ -78,7 +78,7 @@ class Push:
         return self.readers[-1]
 
     def hand_made(self, position: int, port: int, host: str = "127.0.0.1") -> socket.socket:
-        """Join as a worker whose server listens on `port`."""
+        """Join as a worker with a server that listens on `port`."""
         joined = self.others.enter_context(socket.create_connection(self.place, SECONDS, (host, 0)))
         joined.sendall(HELLO.pack(self.slots._token, JOIN, position, port))
         return joined

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from fake_engine import FakeEngine, expected_tokens
 from http_fronts import Front, error_of, events, front_end
-from serving import WorkerOnThread, serving, stop_after_a_step, wait_until
+from serving import WorkerOnThread, stop_after_a_step, wait_until
 from slime_client import SlimeClient
 
 from trueroll.engine.request import derive_seed
@@ -19,17 +19,6 @@ from trueroll.rollout.http.sglang.control import REFUSED
 
 TOKENS = expected_tokens(derive_seed(5, 0), 0, 50)
 """The tokens of a request with the seed 5."""
-
-
-@pytest.fixture
-def fake() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def running(fake: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(fake) as worker:
-        yield worker
 
 
 @pytest.fixture

@@ -61,20 +61,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
         close(publisher)
 
     pull = lambda publisher, source, version: stage.pull(publisher, source, version)  # noqa: E731
-    monkeypatch.setattr(WeightPublisher, "pull", pull, raising=False)
+    monkeypatch.setattr(WeightPublisher, "pull", pull)
     monkeypatch.setattr(WeightPublisher, "close", closing)
     return stage
-
-
-@pytest.fixture
-def fake() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def running(fake: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(fake) as worker:
-        yield worker
 
 
 @pytest.fixture

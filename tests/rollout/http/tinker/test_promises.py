@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_engine import FAIL_IN_STEP, FakeEngine, expected_tokens
 from http_fronts import Front, error_of, front_end
-from serving import WorkerOnThread, serving, wait_until
+from serving import WorkerOnThread, wait_until
 from tinker_client import Sampled, TinkerClient
 
 from trueroll.engine.request import derive_seed
@@ -26,17 +26,6 @@ ALICE, BOB = (f"tml-{name}-0123456789abcdef" for name in ("alice", "bob"))
 SAMPLING = dict(max_tokens=6, seed=5)
 TOKENS = expected_tokens(derive_seed(5, 0), 0, 6)
 """The tokens of a request with `SAMPLING`."""
-
-
-@pytest.fixture
-def fake() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def running(fake: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(fake) as worker:
-        yield worker
 
 
 @pytest.fixture
