@@ -17,6 +17,7 @@ from trueroll.errors import InvalidRequestError
 from ..kernels.edits import Editor, Rules
 from ..kernels.specs import DecoderSpec
 from .cache.prefix_cache import Chain
+from .commits import Adapter
 from .grammars.masks import Grammars, Place
 from .media import ImageInput, ImageLimits, check_pixels
 from .outputs.open_requests import DrawRecord, OpenSample, OpenScore
@@ -40,6 +41,7 @@ from .request import (
     check_spans,
     derive_seed,
 )
+from .running.adapters import AdapterStore
 from .running.loading import EngineInfo
 from .scheduling.media import SequenceMedia, spans_of
 from .scheduling.scheduler import Scheduler, SharedPrompts
@@ -49,9 +51,9 @@ from .scheduling.sequence import Generation, Sequence
 class Admission:
     """Checks each request and adds it to `ledger` and `scheduler`.
 
-    `model`: the model's folder, with the tokenizer that is used to find stop strings. `num_added`: the number of
-    requests added so far. `joined_tokens`: the number of prompt tokens of requests that joined another request's
-    computation of the same prompt.
+    `model`: the model's folder, with the tokenizer that is used to find stop strings. `adapters`: the loaded adapters;
+    None if the engine serves none. `num_added`: the number of requests added so far. `joined_tokens`: the number of
+    prompt tokens of requests that joined another request's computation of the same prompt.
     """
 
     def __init__(
@@ -64,13 +66,14 @@ class Admission:
         spec: DecoderSpec,
         images: ImageLimits,
         grammars: Grammars,
+        adapters: AdapterStore | None,
     ) -> None:
         self.num_added = 0
         self.joined_tokens = 0
         self._info = info
         self._vocabulary = _load_vocabulary(model)
         self._scheduler, self._prompts, self._ledger, self._grammars = scheduler, prompts, ledger, grammars
-        self.images, self._tower = images, spec.served_tower
+        self.images, self._tower, self._adapters = images, spec.served_tower, adapters
         self._has_axes = any(rotation.axes for rotation in spec.rotations)
 
     def add(self, request: Request) -> None:
@@ -180,7 +183,14 @@ class Admission:
         if self._tower is not None and request.images:
             placed = zip(request.images, spans_of(request.images, self._tower), strict=True)
             spans = tuple(ContentSpan(span.start, span.end, image.content_hash) for image, span in placed)
-        return self._scheduler.cache.identity.new_chain(cache_salt, spans, has_records)
+        adapter = None if request.adapter is None else self._find_adapter(request.adapter)
+        return self._scheduler.cache.identity.new_chain(cache_salt, spans, has_records, adapter)
+
+    def _find_adapter(self, name: str) -> Adapter:
+        found = None if self._adapters is None else self._adapters.find(name)
+        if found is None:
+            raise InvalidRequestError(f"adapter {name!r} is not loaded; load it first", field="adapter", value=name)
+        return found
 
     def _new_sequence(
         self, tokens: array[int], purpose: Generation | OpenScore, chain: Chain, images: tuple[ImageInput, ...]

@@ -91,6 +91,10 @@ class EngineConfig(BaseModel):
     an image. `image_cache_bytes`: the maximum total size, in bytes, of the encoded images on each rank; this memory is
     needed in addition to the KV cache.
 
+    `adapter_bytes`: the memory for named adapters, in bytes, in addition to the KV cache; 0: no named adapters. The
+    memory holds A and B of every loaded adapter, and merged weights for the adapters that were used last. The merged
+    weights of an adapter are as large as the weights that it changes. With several ranks, `adapter_bytes` must be 0.
+
     `max_record_bytes`: the maximum total size, in bytes, of the records of unfinished samples and scores, in host
     memory. Records are the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` request, and all
     columns of scores that run. If the records exceed the limit after a step, the sample or score with the most record
@@ -122,6 +126,7 @@ class EngineConfig(BaseModel):
     max_images: int = Field(default=0, ge=0, le=MAX_SPANS)
     max_image_patches: int = Field(default=16384, ge=1, le=2**20)
     image_cache_bytes: int = Field(default=2**29, ge=1)
+    adapter_bytes: int = Field(default=0, ge=0)
     max_record_bytes: int = Field(default=2**33, ge=1)
     cuda_graphs: bool = True
     speculative: Literal["off", "auto", "ngram", "mtp"] = "off"
@@ -214,6 +219,13 @@ class EngineConfig(BaseModel):
                 "the host tier holds only cached prefixes",
                 field="host_cache_bytes",
                 value=self.host_cache_bytes,
+            )
+        if self.adapter_bytes and self.num_ranks > 1:
+            raise ConfigError(
+                f"adapter_bytes must be 0 with several ranks (got {self.adapter_bytes} and {self.num_ranks} ranks), "
+                "because only a worker with a single rank serves named adapters",
+                field="adapter_bytes",
+                value=self.adapter_bytes,
             )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(

@@ -28,6 +28,7 @@ import torch
 from .admission import Admission
 from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
+from .commits import Adapter, Commit
 from .config import EngineConfig
 from .drafting.drafter import Drafter
 from .drafting.drafting import Drafting
@@ -35,16 +36,18 @@ from .drafting.mtp import MtpDrafter
 from .drafting.repeats import RepeatsDrafter
 from .grammars.masks import Grammars
 from .media import ImageLimits
-from .outputs.open_requests import Commit, OpenSample, OpenScore
+from .outputs.open_requests import OpenSample, OpenScore
 from .parallel.leader import RankedExecutor
 from .pipeline import Ledger, Pipeline
 from .request import InFlight, Output, Request, SampleDelta, SleepInFlight, Tag
+from .running.adapters import AdapterStaging, AdapterStore
 from .running.executor import Executor, LocalExecutor
 from .running.loading import EngineInfo, LoadedModel, load_model
 from .running.weights import WeightStaging, WeightStore
 from .scheduling.encodings import Encodings, EncodingStats
 from .scheduling.recurrent import Intervals, StateSlots, StateStats
 from .scheduling.scheduler import Scheduler, SharedPrompts
+from .scheduling.sequence import Sequence
 from .stats import EngineStats
 
 
@@ -76,7 +79,15 @@ class Engine:
         images = ImageLimits(spec.served_tower, config.max_images, config.max_image_patches)
         self._grammars = Grammars(loaded.folder, self.info.vocab_size, self.info.eos_token_ids)
         self._admission = Admission(
-            self.info, loaded.folder, self._scheduler, self._prompts, self._ledger, spec, images, self._grammars
+            self.info,
+            loaded.folder,
+            self._scheduler,
+            self._prompts,
+            self._ledger,
+            spec,
+            images,
+            self._grammars,
+            self.adapters,
         )
         self._drafting: Drafting | None = None
         if config.num_drafts:
@@ -107,8 +118,13 @@ class Engine:
         return self._executor.weights
 
     @property
+    def adapters(self) -> AdapterStore | None:
+        """The named adapters; None if the engine serves none. Do not change them except through the engine."""
+        return self._executor.adapters
+
+    @property
     def weight_version(self) -> int:
-        """The version of the weights in use; 0 for the checkpoint's weights."""
+        """The version of the base weights in use; 0 for the checkpoint's weights."""
         return self._pipeline.commit.version
 
     @property
@@ -179,10 +195,12 @@ class Engine:
         later tokens are not listed.
 
         Raise RuntimeError if the weights are asleep, if `in_flight` is `drain` and a request is unfinished, or if
-        `in_flight` is `keep` and a request with `one_version` is unfinished. Raise ValueError if the staging is
-        incomplete. A call that raises RuntimeError or ValueError changes nothing.
+        `in_flight` is `keep` and a request with `one_version` is unfinished. Raise RuntimeError if a named adapter is
+        loaded, because the adapter belongs to the present weights. Raise ValueError if the staging is incomplete. A
+        call that raises RuntimeError or ValueError changes nothing.
         """
         self._check_drained(in_flight)
+        self._check_no_adapters("commit")
         if in_flight == "keep" and _one_version(self._ledger.entries):
             raise RuntimeError("commit: in_flight keep would mix versions in unfinished requests with one_version")
         self._executor.commit(staging)
@@ -196,6 +214,50 @@ class Engine:
         self._pipeline.commit = Commit(version)
         return outputs
 
+    def commit_adapter(
+        self, staging: AdapterStaging, name: str, version: int, in_flight: SleepInFlight
+    ) -> list[Output]:
+        """Load a named adapter, or replace the adapter with this name, beginning with the next step.
+
+        Return the outputs of the steps in flight and of aborted requests. `in_flight`: as in `commit_weights`, for the
+        requests of this adapter. Other requests go on undisturbed, and no cached prefix of theirs is lost.
+
+        Raise RuntimeError if the engine serves no named adapters, if the weights are incomplete, or if `in_flight` is
+        `drain` and any request is unfinished. Raise ValueError if the adapter does not fit into
+        `EngineConfig.adapter_bytes`. A call that raises RuntimeError or ValueError changes nothing.
+        """
+        store = self._adapter_store()
+        self._check_drained(in_flight)
+        if not self.weights.is_whole:
+            raise RuntimeError("engine: the base weights are incomplete, so no adapter can be loaded")
+        store.check(name, staging)
+        outputs = self.settle()
+        if (adapter := store.find(name)) is not None:
+            self._prompts.clear()
+            if in_flight == "abort":
+                outputs += [self._pipeline.abort(entry) for entry in self._started(adapter)]
+            self._scheduler.recompute([each for each in self._scheduler.running.sequences if _is_of(each, adapter)])
+        store.install(name, staging, version)
+        if adapter is not None:
+            mixed = [sample for sample in _one_version(self._started(adapter)) if sample.token_ids]
+            outputs += [self._pipeline.abort(sample) for sample in mixed]
+        return outputs
+
+    def remove_adapter(self, name: str) -> list[Output]:
+        """Unload a named adapter and abort its requests. Return the outputs of the steps in flight and of aborted
+        requests.
+
+        Raise RuntimeError, with nothing changed, if no adapter has this name.
+        """
+        store = self._adapter_store()
+        if (adapter := store.find(name)) is None:
+            raise RuntimeError(f"engine: adapter {name!r} is not loaded")
+        outputs = self.settle()
+        own = [entry for entry in self._ledger.entries if _is_of(self._ledger.sequence_of(entry), adapter)]
+        outputs += [self._pipeline.abort(entry) for entry in own]
+        store.remove(name)
+        return outputs
+
     def sleep(self, level: int, tags: Collection[Tag], in_flight: SleepInFlight) -> list[Output]:
         """Release the memory of `tags` until `wake_up`.
 
@@ -204,8 +266,11 @@ class Engine:
         `level`: 1 keeps the weights in host memory; 2 drops the weights, so that new weights must be committed after
         `wake_up`. Cached prefixes are dropped at both levels. `in_flight`: as in `commit_weights`. Under `recompute`,
         running requests keep their KV blocks if only the weights are put to sleep. If `in_flight` is `drain` and a
-        request is unfinished, change nothing and raise RuntimeError.
+        request is unfinished, change nothing and raise RuntimeError. Also raise RuntimeError if level 2 would drop the
+        base weights of a named adapter.
         """
+        if level == 2 and "weights" in tags:
+            self._check_no_adapters("sleep at level 2")
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
         else:
@@ -252,8 +317,8 @@ class Engine:
         self._grammars.close()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that `weights`, `kv_cache` and, if there is a host tier, `host_cache` hold now: 0 for memory
-        that is asleep.
+        """Return the bytes that `weights`, `kv_cache`, `adapters` (if named adapters are served) and `host_cache` (if
+        there is a host tier) hold now: 0 for memory that is asleep. A and B of adapters never sleep.
 
         Also return `records`, the bytes of host memory that the records of unfinished requests hold (see
         `EngineConfig.max_record_bytes`). For a model with experts, also return `routed_experts`, the bytes of host
@@ -326,14 +391,28 @@ class Engine:
             encodings.clear()
             self._executor.encoder.clear()
 
-    def _started(self) -> list[OpenSample | OpenScore]:
-        """Return the samples and scores of the sequences that have started."""
-        purposes = [sequence.purpose for sequence in self._scheduler.started()]
+    def _adapter_store(self) -> AdapterStore:
+        if self.adapters is None:
+            raise RuntimeError("engine: no memory for named adapters; set adapter_bytes")
+        return self.adapters
+
+    def _check_no_adapters(self, what: str) -> None:
+        if self.adapters:
+            raise RuntimeError(f"{what}: unload the named adapters {self.adapters.names} first")
+
+    def _started(self, adapter: Adapter | None = None) -> list[OpenSample | OpenScore]:
+        """Return the samples and scores of the sequences that have started. `adapter`: only those of this adapter."""
+        started = [each for each in self._scheduler.started() if adapter is None or _is_of(each, adapter)]
+        purposes = [sequence.purpose for sequence in started]
         return [entry for each in purposes for entry in ([each] if isinstance(each, OpenScore) else each.samples)]
 
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
+
+
+def _is_of(sequence: Sequence, adapter: Adapter) -> bool:
+    return sequence.chain.adapter is adapter
 
 
 def _one_version(entries: Iterable[OpenSample | OpenScore]) -> list[OpenSample]:

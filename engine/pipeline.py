@@ -11,6 +11,9 @@ of its sequences, so no other step in flight may be drawing one of these tokens.
 sequences among the steps. While steps are in flight, no sequence is preempted. With speculative decoding, only one step
 is in flight.
 
+A step computes sequences of a single adapter. If the scheduler plans sequences of several adapters, their steps are
+queued one after the other, and belong to one turn of the pipeline.
+
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the steps in flight, decides
 whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not
 own the computation (`running.executor`) or the choice of the tokens to compute (`scheduling.scheduler`).
@@ -29,10 +32,11 @@ import numpy as np
 
 from trueroll.errors import UnknownRequestError
 
+from .commits import Adapter, Commit
 from .drafting.drafting import Drafting
 from .experts import ExpertRecorder
 from .grammars.masks import Grammars
-from .outputs.open_requests import Commit, Grown, OpenSample, OpenScore, RecordBudget
+from .outputs.open_requests import Grown, OpenSample, OpenScore, RecordBudget
 from .outputs.routes import RouteFormat
 from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output, SampleOutput, ScoreOutput
@@ -208,12 +212,13 @@ class Ledger:
 
 @dataclass(frozen=True)
 class _QueuedStep:
-    """A step in flight, and the samples and scores that receive its results."""
+    """A step in flight, and the samples and scores that receive its results. `commit`: the weights of the step."""
 
     chunks: Chunks
     takers: Takers
     computation: Computation
     started: float
+    commit: Commit
 
     def kept(self, counts: np.ndarray) -> Chunks:
         """Return the chunks, with rejected drafted tokens removed. `counts` (int64): the number of accepted draws of
@@ -229,7 +234,7 @@ class _QueuedStep:
 class Pipeline:
     """Computes the open requests of `ledger`, step by step.
 
-    `commit`: the weights in use. `experts`: the experts that the steps chose.
+    `commit`: the base weights in use. `experts`: the experts that the steps chose.
     """
 
     def __init__(
@@ -244,14 +249,14 @@ class Pipeline:
         self.commit = Commit(0)
         self.experts = ExpertRecorder(executor.routes)
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
-        self._queued = deque[_QueuedStep]()
+        self._queued = deque[list[_QueuedStep]]()  # one turn each
         self._grammars, self._drafting = grammars, drafting
 
     def step(self) -> list[Output]:
         """See `Engine.step`."""
         self._executor.check_ready()
         # The next step depends on which drafts are accepted, and drafters read the last tokens.
-        outputs = self.settle() if any(queued.chunks.drafts for queued in self._queued) else []
+        outputs = self.settle() if any(queued.chunks.drafts for turn in self._queued for queued in turn) else []
         runs_ahead = self._executor.runs_ahead
         if runs_ahead and self._scheduler.running.lanes.read_tokens:
             outputs += self.settle()
@@ -264,16 +269,17 @@ class Pipeline:
             chunks = drafting.extend(chunks, self._scheduler)
         if self._grammars.is_used:
             chunks = self._masked(chunks)
-        queued = self._launch(chunks, started) if len(chunks.lanes) else None
-        self._encode(all_layers=queued is None and not num_before)
-        if queued is None or runs_ahead or num_before + 1 == self._scheduler.num_steps:
+        turn = [self._launch(part, started) for part in _by_adapter(chunks)]
+        self._encode(all_layers=not turn and not num_before)
+        if not turn or runs_ahead or num_before + 1 == self._scheduler.num_steps:
             outputs += self._settle_next()
-        if queued is not None:
-            self._queued.append(queued)
+        if turn:
+            self._queued.append(turn)
         if not self._ledger.open or (self._scheduler.num_steps == 1 and not runs_ahead):
             return outputs + self.settle()
-        if runs_ahead and queued is not None:
-            self._expect(queued)
+        if runs_ahead:
+            for queued in turn:
+                self._expect(queued)
         return outputs
 
     def _masked(self, chunks: Chunks) -> Chunks:
@@ -317,15 +323,17 @@ class Pipeline:
         return outputs
 
     def _settle_next(self) -> list[Output]:
-        """Wait for the oldest step in flight, if there is one, and return its outputs."""
-        if not self._queued:
-            return []
-        queued = self._queued.popleft()
+        """Wait for the steps of the oldest turn in flight, if there is one, and return their outputs."""
+        turn = self._queued.popleft() if self._queued else []
+        return [output for queued in turn for output in self._settle(queued)]
+
+    def _settle(self, queued: _QueuedStep) -> list[Output]:
+        """Wait for a step, and return its outputs."""
         results = queued.computation.wait()
         kept = queued.chunks
         drawn, ended = results.drawn, list[tuple[int, FinishReason]]()
         if drawn is not None:
-            counts, ended = self._go_on(queued.takers, drawn)
+            counts, ended = self._go_on(queued, drawn)
             kept = queued.kept(counts)
             self._accept(queued.takers, counts, drawn)
         if results.expert_tokens:
@@ -339,7 +347,7 @@ class Pipeline:
             outputs += self._begin(queued, drawn)
         outputs += self._bound_records()
         for (i, score), found in zip(queued.takers.scores, results.scores, strict=True):
-            outputs += self._record(queued.chunks[i], score, found)
+            outputs += self._record(queued.chunks[i], score, found, queued.commit)
         return outputs
 
     def abort(self, entry: Entry) -> Output:
@@ -360,7 +368,7 @@ class Pipeline:
         sequence = self._ledger.sequence_of(entry)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
-            return self._ledger.finish_score(entry, reason, self.commit)
+            return self._ledger.finish_score(entry, reason, self._commit_of(sequence))
         assert isinstance(sequence.purpose, Generation)
         sequence.purpose.samples.remove(entry)
         if not sequence.purpose.samples:
@@ -377,7 +385,12 @@ class Pipeline:
         self._scheduler.advance(chunks.cut(chunks.ends - chunks.num_drafted) if chunks.drafts else chunks)
         for place, _ in takers.prompts:
             self._prompts.close(chunks.sequences[place])
-        return _QueuedStep(chunks, takers, computation, started)
+        return _QueuedStep(chunks, takers, computation, started, self._commit_of(chunks.sequences[0]))
+
+    def _commit_of(self, sequence: Sequence) -> Commit:
+        """Return the commit of the weights with which a sequence is computed now."""
+        adapter = sequence.chain.adapter
+        return self.commit if adapter is None else adapter.commit
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Count the tokens that the queued step draws, so that the next step can compute their KV.
@@ -390,7 +403,7 @@ class Pipeline:
             if len(samples) == 1 and chunks.ends[place] + 1 < takers.samples[samples.start].draw.end:
                 lanes.expect_first(chunks.sequences[place])
 
-    def _record(self, chunk: Chunk, score: OpenScore, columns: list[np.ndarray]) -> list[Output]:
+    def _record(self, chunk: Chunk, score: OpenScore, columns: list[np.ndarray], commit: Commit) -> list[Output]:
         if not self._ledger.is_open(score):
             return []
         if score.place is not None and score.place.error is not None:
@@ -410,25 +423,26 @@ class Pipeline:
         if not chunk.reaches_end:
             return outputs
         self._scheduler.finish(chunk.sequence)
-        return [*outputs, self._ledger.finish_score(score, "stop", self.commit)]
+        return [*outputs, self._ledger.finish_score(score, "stop", commit)]
 
-    def _go_on(self, takers: Takers, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
+    def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
         """Append the accepted draws to each sample that has its own sequence.
 
         Return two values: the number of accepted draws of each decoding sequence (int64 array), and a list of (index of
         the decoding sequence, finish reason) for the samples that end.
         """
-        decodes, counts, ended = takers.decodes, takers.counts[: len(takers.decodes)], list[tuple[int, FinishReason]]()
+        takers, commit, ended = queued.takers, queued.commit, list[tuple[int, FinishReason]]()
+        decodes, counts = takers.decodes, takers.counts[: len(takers.decodes)]
         starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)
         for i, (lane, start) in enumerate(zip(decodes.lanes.tolist(), starts.tolist(), strict=True)):
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
-            reason, drafts = self._ledger.append(sample, drawn, start, self.commit), decodes.drafts.get(lane, ())
+            reason, drafts = self._ledger.append(sample, drawn, start, commit), decodes.drafts.get(lane, ())
             for place, draft in enumerate(drafts, start):
                 if reason is not None or draft != drawn.token_ids[place]:
                     break
                 taken[i] += 1
-                reason = self._ledger.append(sample, drawn, place + 1, self.commit)
+                reason = self._ledger.append(sample, drawn, place + 1, commit)
             if drafts:
                 sample.num_drafted += len(drafts)
                 sample.num_accepted += int(taken[i]) - 1
@@ -470,11 +484,13 @@ class Pipeline:
         for place, range_ in takers.prompts:
             found = [(takers.samples[i], int(rows[i])) for i in range_]
             samples = [(sample, row) for sample, row in found if self._ledger.is_open(sample)]
-            outputs += self._split(queued.chunks.sequences[place], samples, drawn)
+            outputs += self._split(queued.chunks.sequences[place], samples, drawn, queued.commit)
         return outputs
 
-    def _split(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
-        """Append to each sample the token that was drawn for it.
+    def _split(
+        self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn, commit: Commit
+    ) -> list[Output]:
+        """Append to each sample the token that was drawn for it with the weights of `commit`.
 
         Of the samples that continue, the first sample keeps the sequence, and each other sample gets a fork of the
         sequence.
@@ -482,7 +498,7 @@ class Pipeline:
         ended: list[Output] = []
         going_on: list[OpenSample] = []
         for sample, row in samples:
-            if reason := self._ledger.append(sample, drawn, row, self.commit):
+            if reason := self._ledger.append(sample, drawn, row, commit):
                 ended.append(self._ledger.finish_sample(sample, reason))
             else:
                 going_on.append(sample)
@@ -493,3 +509,13 @@ class Pipeline:
         elif ended:
             self._scheduler.finish(sequence)
         return ended
+
+
+def _by_adapter(chunks: Chunks) -> list[Chunks]:
+    """Divide chunks by the adapters of their sequences, in the order in which the adapters first appear."""
+    places: dict[Adapter | None, list[int]] = {}
+    for i, sequence in enumerate(chunks.sequences):
+        places.setdefault(sequence.chain.adapter, []).append(i)
+    if len(places) <= 1:
+        return [chunks] if len(chunks) else []
+    return [chunks.take(np.array(own, np.int64)) for own in places.values()]

@@ -653,6 +653,7 @@ class GenerateRequest:
     num_prior_tokens: int = 0
     spans: tuple[ContentSpan, ...] = ()
     images: tuple[ImageInput, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -661,9 +662,10 @@ class ScoreRequest:
 
     `token_ids`: int32 [num_tokens], at least two. `start`: the index of the first token with a log-prob, at least 1. If
     the distribution edits logits, the tokens before `start` are the prompt, and the remaining tokens are the sample.
-    `spans`, `images`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in `SamplingParams`.
-    `target_token_ids`: for each scored token, compute the log-probs of these tokens as well: int32 [num_tokens - start,
-    K], K at least 1, or None. Rows with fewer tokens are padded with NO_TARGET, which has the log-prob 0.
+    `spans`, `images`, `adapter`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in
+    `SamplingParams`. `target_token_ids`: for each scored token, compute the log-probs of these tokens as well: int32
+    [num_tokens - start, K], K at least 1, or None. Rows with fewer tokens are padded with NO_TARGET, which has the
+    log-prob 0.
     """
 
     id: str
@@ -676,6 +678,7 @@ class ScoreRequest:
     target_token_ids: np.ndarray | None = None
     spans: tuple[ContentSpan, ...] = ()
     images: tuple[ImageInput, ...] = ()
+    adapter: str | None = None
 
 
 Request: TypeAlias = GenerateRequest | ScoreRequest

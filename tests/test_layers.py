@@ -84,7 +84,8 @@ KERNELS = {
     "wrappers": set(),
     "plain_models": {"families", "specs", "wrappers"},
     "replay": {"batches", "gates", "plain_models", "specs", "wrappers"},
-    "adapters": SPEC | {"wrappers"},
+    "lora_config": set(),
+    "adapters": SPEC | {"lora_config", "wrappers"},
     "arguments": set(),
     "aligned": {"adapters", "autograd", "plain_models", "selection", "specs", "stacks", "wrappers"},
     "training_images": {"media", "packed", "specs"},
@@ -108,6 +109,7 @@ KERNELS = {
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
+    "commits": set(),
     "media": set(),
     "request": {"grammars.source", "media"},
     "grammars.source": set(),
@@ -118,13 +120,13 @@ ENGINE = {
     "stats": set(),
     "outputs.routes": set(),
     "outputs.stop_strings": {"models"},
-    "outputs.open_requests": OUTPUTS | {"grammars.masks"},
+    "outputs.open_requests": OUTPUTS | {"commits", "grammars.masks"},
     "cache.memory": set(),
     "cache.shared": {"cache.memory"},
     "cache.lending": {"cache.memory", "cache.shared"},
     "cache.pool": set(),
     "cache.host_tier": {"cache.pool"},
-    "cache.prefix_cache": {"request", "stats", "cache.host_tier", "cache.pool"},
+    "cache.prefix_cache": {"commits", "request", "stats", "cache.host_tier", "cache.pool"},
     "cache.routes": {"cache.prefix_cache"},
     "scheduling.media": {"media"},
     "scheduling.encodings": {"media"},
@@ -143,6 +145,7 @@ ENGINE = {
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weight_memory": {"cache.memory", "models"},
     "running.weights": {"cache.lending", "models", "running.weight_memory"},
+    "running.adapters": {"cache.memory", "commits", "models", "running.weight_memory", "running.weights"},
     "running.planner": {"config"},
     "running.ranks": {"config"},
     "running.mtp": {"cache.memory", "models", "running.planner", "running.sampler", "running.step"},
@@ -153,8 +156,7 @@ ENGINE = {
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler", "step")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
     | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "ranks", "sampler")}
-    | {"running.encoder", "running.step"}
-    | {"running.warm_up", "running.weights"},
+    | {f"running.{name}" for name in ("adapters", "encoder", "step", "warm_up", "weights")},
     "parallel.exchange": {"running.ranks"},
     "parallel.groups": {"parallel.exchange", "running.ranks"},
     "parallel.place": {"config", "parallel.exchange", "parallel.groups"},
@@ -178,11 +180,12 @@ ENGINE = {
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "experts": {"outputs.routes", "scheduling.sequence"},
     "pipeline": OUTPUTS
-    | {"drafting.drafting", "experts", "grammars.masks"}
+    | {"commits", "drafting.drafting", "experts", "grammars.masks"}
     | {"running.executor", "running.sampler", "running.step"}
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "admission": OUTPUTS
-    | {"cache.prefix_cache", "grammars.masks", "media", "pipeline", "running.loading"}
+    | {"cache.prefix_cache", "commits", "grammars.masks", "media", "pipeline"}
+    | {"running.adapters", "running.loading"}
     | {f"scheduling.{name}" for name in ("media", "scheduler", "sequence")},
 }
 ENGINE["engine"] = {*ENGINE}
@@ -252,7 +255,7 @@ ROLLOUT = {
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
 
-SHARED_WITH_PUSHES = {"engine.request", "kernels.spellings", "kernels.transfer"}
+SHARED_WITH_PUSHES = {"engine.request", "kernels.lora_config", "kernels.spellings", "kernels.transfer"}
 RUNS_AN_ENGINE = {
     "rollout.worker.process",
     "rollout.tools.verify",

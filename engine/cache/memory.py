@@ -88,6 +88,16 @@ class Arena(ABC):
         self._layout.append((start, num_bytes))
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
+    def tensor(self, index: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return the tensor that was allocated as number `index`, counted from 0, with the same memory.
+
+        Raise ValueError if the tensor has another size.
+        """
+        start, num_bytes = self._layout[index]
+        if math.prod(shape) * dtype.itemsize != num_bytes:
+            raise ValueError(f"arena: tensor {index} has {num_bytes} bytes, not those of {list(shape)} {dtype}")
+        return self._memory[start : start + num_bytes].view(dtype).view(shape)
+
     @property
     def num_bytes(self) -> int:
         """The size of the memory in bytes, even while the memory is released."""

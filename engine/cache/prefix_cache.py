@@ -24,8 +24,8 @@ at position L attends to tokens [L - W + 1, L].
 
 A full block is identified by a 128-bit hash of three things: the hash of the previous block, the token ids, and the
 extra identity of the block. The hash is keyed with a secret of this process that changes with every epoch. The extra
-identity consists of the request's cache salt and the spans of non-text content that overlap the block, with positions
-relative to the block.
+identity consists of the request's adapter, its cache salt, and the spans of non-text content that overlap the block,
+with positions relative to the block. A later version of an adapter is another adapter.
 
 Guarantees:
 
@@ -47,7 +47,7 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import le
 
@@ -55,6 +55,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
+from ..commits import Adapter
 from ..request import ContentSpan, content_within
 from ..stats import PoolStats
 from .host_tier import Copies, HostTier
@@ -80,30 +81,42 @@ class Entry:
 
 @dataclass(slots=True)
 class Chain:
-    """The identity of one sequence's full blocks under one epoch.
+    """The identity of one sequence's full blocks under one epoch of the weights and one epoch of the adapter.
 
     `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry under which block i was found or
     published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover further
-    blocks. `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text
-    content, sorted. `has_records`: whether the blocks are published with routed experts. If `has_records` is False,
-    sequences that need routed experts do not wait for the blocks.
+    blocks. `own_salt`: the bytes of the cache salt. `spans`: non-text content, sorted. `has_records`: whether the
+    blocks are published with routed experts. If `has_records` is False, sequences that need routed experts do not wait
+    for the blocks. `adapter`: the adapter that computes the blocks, or None. `salt`: the bytes that identify the
+    adapter's epoch and the cache salt. They belong to the extra identity of every block.
     """
 
     epoch: int
-    salt: bytes
+    own_salt: bytes
     spans: Sequence[ContentSpan] = ()
     has_records: bool = False
+    adapter: Adapter | None = None
+    adapter_epoch: int = 0
     hashes: list[bytes] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    salt: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        of_adapter = b"adapter:" + self.adapter_epoch.to_bytes(8, "little") if self.adapter_epoch else b""
+        self.salt = of_adapter + self.own_salt
 
     def fork(self) -> Chain:
         """Return a copy of this chain. The copy and the original are extended independently."""
-        return Chain(self.epoch, self.salt, self.spans, self.has_records, self.hashes.copy(), self.entries.copy())
+        return replace(self, hashes=self.hashes.copy(), entries=self.entries.copy())
 
 
 def _extra(salt: bytes, spans: bytes) -> bytes:
     """Return bytes that identify the combination of `salt` and `spans`."""
     return b"spans:" + len(spans).to_bytes(4, "little") + spans + salt
+
+
+def _epoch_of(adapter: Adapter | None) -> int:
+    return 0 if adapter is None else adapter.epoch
 
 
 class BlockIdentity:
@@ -119,14 +132,25 @@ class BlockIdentity:
         self.epoch += 1
         self._key = secrets.token_bytes(32)
 
-    def new_chain(self, cache_salt: str | None, spans: Sequence[ContentSpan] = (), has_records: bool = False) -> Chain:
-        """Return an empty chain of the current epoch. Chains with different salts never share a block."""
+    def new_chain(
+        self,
+        cache_salt: str | None,
+        spans: Sequence[ContentSpan] = (),
+        has_records: bool = False,
+        adapter: Adapter | None = None,
+    ) -> Chain:
+        """Return an empty chain of the current epochs. Chains with different salts or adapters never share a block."""
         salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode()
-        return Chain(self.epoch, salt, spans, has_records)
+        return Chain(self.epoch, salt, spans, has_records, adapter, _epoch_of(adapter))
 
     def restart(self, chain: Chain) -> Chain:
-        """Return an empty chain of the current epoch, with the extra identity of `chain`."""
-        return Chain(self.epoch, chain.salt, chain.spans, chain.has_records)
+        """Return an empty chain of the current epochs, with the extra identity of `chain`."""
+        parts = chain.own_salt, chain.spans, chain.has_records, chain.adapter
+        return Chain(self.epoch, *parts, _epoch_of(chain.adapter))
+
+    def is_current(self, chain: Chain) -> bool:
+        """Return whether a chain identifies blocks of the current weights and of its adapter's last commit."""
+        return chain.epoch == self.epoch and chain.adapter_epoch == _epoch_of(chain.adapter)
 
     def extend(self, chain: Chain, tokens: array[int], num_blocks: int) -> None:
         """Compute the missing hashes of the first `num_blocks` blocks of a chain."""
@@ -477,7 +501,7 @@ class PrefixCache:
 
     def publish(self, chain: Chain, tokens: array[int], table: Table, num_computed: int) -> None:
         """Publish the full blocks within tokens [0, num_computed). Chains of an earlier epoch are skipped."""
-        if not self.enabled or chain.epoch != self.identity.epoch:
+        if not self.enabled or not self.identity.is_current(chain):
             return
         num_full = num_computed // self.block_size
         self.identity.extend(chain, tokens, num_full)

@@ -91,16 +91,22 @@ class Decoder:
 
     `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
     same dtype unless `dtype` is passed. The calls to `empty` and their order depend only on the spec and the backend.
-    `of_owner`: allocators that replace `empty` for the weights of some owners.
+    `of_owner`: allocators that replace `empty` for the weights of some owners. `of_name`: allocators that replace all
+    others for some weights, by their names.
     """
 
     def __init__(
-        self, spec: DecoderSpec, backend: Backend, empty: Empty, of_owner: Mapping[Owner, Empty] | None = None
+        self,
+        spec: DecoderSpec,
+        backend: Backend,
+        empty: Empty,
+        of_owner: Mapping[Owner, Empty] | None = None,
+        of_name: Mapping[str, Empty] | None = None,
     ) -> None:
         self.spec, self.ops = spec, backend
         self._tensors: dict[str, Weight] = {}
         self.owners: dict[str, Owner] = {}
-        new = partial(self._new_weight, dict.fromkeys(Owner, empty) | dict(of_owner or {}))
+        new = partial(self._new_weight, dict.fromkeys(Owner, empty) | dict(of_owner or {}), of_name or {})
         if spec.holds_embeddings:
             new(spec.embedding, spec.vocab_size, spec.hidden_size, whole=Owner.ALL)
         layers = [make_layer(spec, i, new) for i in spec.own_layers]
@@ -121,6 +127,7 @@ class Decoder:
     def _new_weight(
         self,
         memories: Mapping[Owner, Empty],
+        of_name: Mapping[str, Empty],
         name: str,
         *shape: int,
         layout: StackLayout | HeadLayout | None = None,
@@ -131,7 +138,9 @@ class Decoder:
         weight is not divided among ranks.
         """
         self.owners[name] = owner = whole if held.part is None else Owner.RANK
-        memory = memories[owner] if held.dtype is None else partial(memories[owner], dtype=held.dtype)
+        memory = of_name.get(name, memories[owner])
+        if held.dtype is not None:
+            memory = partial(memory, dtype=held.dtype)
         if layout is not None:
             holder: Any = Stack if isinstance(layout, StackLayout) else HeadMatrices
             weight: Any = holder.new(self.ops.new_weight, memory, shape, layout)

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...kernels.contract import GREEDY, LOWEST_TEMPERATURE, SAMPLE
 from ...kernels.edits import Editor, Rules
+from ..commits import Commit
 from ..grammars.masks import Place
 from ..request import (
     LOGPROBS,
@@ -120,13 +121,6 @@ def divisor(distribution: Distribution) -> float:
 def as_signed(seed: int) -> int:
     """Return the int64 with the same bits as an unsigned 64-bit number."""
     return seed - 2**64 if seed >= 2**63 else seed
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Commit:
-    """The weights from one commit until the next commit. Two commits may have the same version of the weights."""
-
-    version: int
 
 
 @dataclass(eq=False, slots=True)

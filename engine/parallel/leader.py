@@ -267,6 +267,10 @@ class RankedExecutor:
         return self._own.weights
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def routes(self) -> RouteFormat | None:
         return self._own.routes
 

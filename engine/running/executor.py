@@ -24,9 +24,10 @@ from trueroll.errors import ConfigError
 
 from ...kernels.transfer import HostCopies, to_device
 from ..config import EngineConfig
-from ..models.decoder import ROUTES
+from ..models.decoder import ROUTES, Decoder
 from ..outputs.routes import RouteFormat
 from ..request import Tag
+from .adapters import AdapterStore
 from .encoder import Encoder, ImageEncoder
 from .experts import ExpertCounts, StepRoutes, route_format
 from .graphs import DecodeGraphs
@@ -118,6 +119,11 @@ class Executor(Protocol):
     def weights(self) -> WeightStore: ...
 
     @property
+    def adapters(self) -> AdapterStore | None:
+        """The weights of named adapters; None if the engine serves none."""
+        ...
+
+    @property
     def routes(self) -> RouteFormat | None: ...
 
     @property
@@ -162,8 +168,8 @@ class Executor(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return how many bytes `weights`, `kv_cache` and, if there is a host tier, `host_cache` hold now: 0 for memory
-        that is asleep.
+        """Return how many bytes `weights`, `kv_cache`, `adapters` (if named adapters are served) and `host_cache` (if
+        there is a host tier) hold now: 0 for memory that is asleep. A and B of adapters never sleep.
         """
         ...
 
@@ -236,6 +242,7 @@ class LocalExecutor:
         self._lanes = LaneState(config.max_num_seqs, device) if ahead else None
         self._asleep: set[Tag] = set()
         self.weights = loaded.weights
+        self.adapters = AdapterStore(loaded.weights, config.adapter_bytes) if config.adapter_bytes else None
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
         if is_needed(device):
             log.info("warmed up in %.1f s", self.info.warm_up_seconds)
@@ -266,15 +273,18 @@ class LocalExecutor:
     @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
         self._runner.host.copy(step.block_copies)
-        graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
-        hidden, found = (graphs or self._runner).run(step, self._lanes)
+        graphs = self._graphs if step.adapter is None and self._graphs and self._graphs.serves(step) else None
+        model, sampler = self._served(step.adapter)
+        hidden, found = graphs.run(step, self._lanes) if graphs else self._runner.run(step, self._lanes, model)
         if not self._runner.model.spec.stage.is_last:
             return LocalComputation(None, (), None)
         if self._runner.mtp is not None:
             self._runner.follow(self._runner.mtp, step, self._lanes, hidden)
         routes = None if self._experts is None else self._routes(self._experts, found[ROUTES], step)
-        scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
-        drawing = self._draw(step, hidden, graphs) if len(step.draws.rows) else None
+        scores = [_score(sampler, rows, hidden[rows.start : rows.end]) for rows in step.scores]
+        drawing = None
+        if len(step.draws.rows):
+            drawing = graphs.draw(step) if graphs and graphs.draws(step) else sampler.draw(hidden, step.draws)
         if drawing is not None and self._lanes is not None:
             self._lanes.update(step.draws, drawing.token_ids)
         return LocalComputation(drawing, scores, routes)
@@ -295,6 +305,8 @@ class LocalExecutor:
         if "kv_cache" in tags:
             self._runner.sleep()
         if "weights" in tags:
+            if self.adapters is not None:
+                self.adapters.drop_merged()
             self.weights.sleep(level)
         self._asleep.update(tags)
 
@@ -310,6 +322,7 @@ class LocalExecutor:
 
     def memory(self) -> dict[str, int]:
         held = {"weights": self.weights.num_held, "kv_cache": self._runner.num_held}
+        held |= {} if self.adapters is None else {"adapters": self.adapters.num_held}
         return held | {"host_cache": self._runner.host.num_held} if self.info.host_blocks else held
 
     def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
@@ -321,17 +334,20 @@ class LocalExecutor:
         counted = np.delete(np.arange(len(step.token_ids)), step.drafted)
         return experts.take(routes, self._runner.to_device(counted), True)
 
-    def _score(self, rows: ScoredRows, hidden: Tensor) -> HostCopies:
-        if not len(rows.token_ids):
-            return HostCopies([])
-        token_ids = to_device(torch.from_numpy(rows.token_ids), hidden.device)
-        return HostCopies(self._sampler.score(hidden, token_ids, rows))
+    def _served(self, adapter: str | None) -> tuple[Decoder, Sampler]:
+        """Return the model and the sampler for an adapter, or for the base weights."""
+        if adapter is None:
+            return self._runner.model, self._sampler
+        assert self.adapters is not None, "admission refuses requests for adapters that are not loaded"
+        model = self.adapters.model_of(adapter)
+        return model, Sampler(model.ops, model.head, model.spec.head)
 
-    def _draw(self, step: Step, hidden: Tensor, graphs: DecodeGraphs | None) -> Drawing:
-        """Draw the tokens of a step. `graphs`: the CUDA graphs that computed the step, or None."""
-        if graphs is not None and graphs.draws(step):
-            return graphs.draw(step)
-        return self._sampler.draw(hidden, step.draws)
+
+def _score(sampler: Sampler, rows: ScoredRows, hidden: Tensor) -> HostCopies:
+    if not len(rows.token_ids):
+        return HostCopies([])
+    token_ids = to_device(torch.from_numpy(rows.token_ids), hidden.device)
+    return HostCopies(sampler.score(hidden, token_ids, rows))
 
 
 def _available_per_rank(available: int, on_host: int, links: Links) -> list[int]:
@@ -372,4 +388,6 @@ def _buckets(config: EngineConfig, info: EngineInfo) -> dict[str, int]:
         buckets["host tier with its routed experts, at most"] = config.host_cache_bytes
     if config.encoded_bytes:
         buckets["encoded images, at most"] = config.encoded_bytes
+    if config.adapter_bytes:
+        buckets["named adapters, at most"] = config.adapter_bytes
     return buckets | {"largest step": info.scratch_bytes}

@@ -92,9 +92,9 @@ class EngineInfo:
     each rank. `token_bytes`: the bytes of a rank's KV cache for each token, summed over the layers with the first
     window.
 
-    `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`. `max_record_bytes`: the limit on
-    records, as in `EngineConfig`. `llguidance`: the version of the package that computes the masks of grammars; None if
-    it is not installed.
+    `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`. `adapter_bytes`, `max_record_bytes`:
+    the limits on named adapters and on records, as in `EngineConfig`. `llguidance`: the version of the package that
+    computes the masks of grammars; None if it is not installed.
 
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
@@ -140,6 +140,7 @@ class EngineInfo:
     pipeline_parallel_size: int = 1
     max_images: int = 0
     max_image_patches: int = 0
+    adapter_bytes: int = 0
     llguidance: str | None = None
 
     @property
@@ -303,6 +304,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         scratch_bytes=scratch_bytes(model.spec, model.dtype, config),
         max_images=config.max_images,
         max_image_patches=config.max_image_patches,
+        adapter_bytes=config.adapter_bytes,
         llguidance=installed_version(),
     )
 

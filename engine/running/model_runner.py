@@ -119,10 +119,11 @@ class ModelRunner:
             arena.restore()
         self.host.wake_up()
 
-    def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
+    def run(self, step: Step, lanes: LaneState | None = None, model: Decoder | None = None) -> ModelOutput:
         """Compute a step: update the memories, and return the model's output for the step's tokens.
 
-        `lanes`: the tokens drawn by previous steps. A step with unseen tokens requires `lanes`.
+        `lanes`: the tokens drawn by previous steps. A step with unseen tokens requires `lanes`. `model`: as in
+        `forward`.
         """
         rotary = step.positions if step.rotary_positions is None else step.rotary_positions
         arrays = step.token_ids, rotary, step.states, *step.slots, *step.block_tables
@@ -133,7 +134,8 @@ class ModelRunner:
             for slots, tables in zip(paged[:count], paged[count:], strict=True)
         ]
         embedded = self.encoder.embedded(step.images) if step.images and self.encoder is not None else None
-        return self.forward(self.seen(token_ids, step, lanes), positions, pages, states, step.journal, embedded)
+        seen = self.seen(token_ids, step, lanes)
+        return self.forward(seen, positions, pages, states, step.journal, embedded, model)
 
     def forward(
         self,
@@ -143,12 +145,14 @@ class ModelRunner:
         states: Tensor | None = None,
         journal: JournalRows | None = None,
         embedded: EmbeddedRows | None = None,
+        model: Decoder | None = None,
     ) -> ModelOutput:
         """Run the model's forward pass, which reads and writes the memories. A stage begins with the hidden states of
         the previous stage, and sends its own hidden states to the next stage.
 
         `positions`, `embedded`: as in `ModelInput`. `pages`: for each window, where to read and write keys and values.
-        `states`, `journal`: as in `Step`, for a model with recurrent layers.
+        `states`, `journal`: as in `Step`, for a model with recurrent layers. `model`: a model of the same spec that is
+        used instead of the runner's.
         """
         batch = None
         if states is not None and self._journals is not None:
@@ -156,7 +160,7 @@ class ModelRunner:
         of_layers = [pages[group or 0] for group in self.groups]
         before = None if self.model.spec.stage.is_first else self._received(len(token_ids))
         rows = ModelInput(token_ids, positions, self.memories, of_layers, batch, embedded, before)
-        out = self.model.forward(rows)
+        out = (self.model if model is None else model).forward(rows)
         if self._links is not None and self._links.after is not None:
             for tensor in _up_to(self.model.spec.own_experts.stop, out):
                 self._links.after.send(tensor)

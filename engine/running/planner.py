@@ -169,7 +169,7 @@ def kept_states(most: int, block_size: int) -> int:
 def plan_memory(
     config: EngineConfig, sizes: Sizes, max_model_len: int, available: int, route_bytes: int = 0
 ) -> MemoryPlan:
-    """Return the plan for `available` bytes of memory, which include the bytes for encoded images.
+    """Return the plan for `available` bytes of memory, which include the bytes for encoded images and for adapters.
 
     `route_bytes`: the size of a token's recorded experts. Raise ConfigError if the configuration leaves no room for a
     single block, or needs more than `available` bytes.
@@ -183,6 +183,15 @@ def plan_memory(
             limit=available,
         )
     available -= config.encoded_bytes
+    if config.adapter_bytes >= available:
+        raise ConfigError(
+            f"adapter_bytes must be less than the {available} bytes of available memory (got {config.adapter_bytes}); "
+            "lower adapter_bytes",
+            field="adapter_bytes",
+            value=config.adapter_bytes,
+            limit=available,
+        )
+    available -= config.adapter_bytes
     live, interval = _live_states(config, sizes), (config.state_interval or sizes.interval) if sizes.state else 0
     budget = (config.state_budget or 0) if _has_checkpoints(config, interval) else 0
     of_drafts = config.max_num_seqs * config.num_drafts * sizes.draft

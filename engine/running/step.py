@@ -146,6 +146,8 @@ class Step:
     `slots` and `block_tables` have one array for each attention window of the model. `slots` [M]: where the KV of each
     token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`.
 
+    `adapter`: the name of the adapter with which the step is computed; None for the base weights.
+
     `block_copies`: one array [C, 2] for each attention window of the model and, for a model with recurrent layers, one
     for the slots of states. Each row is a copy from a source address to a destination address (see `host_tier`). The
     copies are made in order, before the step computes.
@@ -168,6 +170,7 @@ class Step:
     images: Sequence[ImageRows] = ()
     rotary_positions: np.ndarray | None = None
     ends: np.ndarray | None = None
+    adapter: str | None = None
 
     @property
     def owners(self) -> np.ndarray:
@@ -176,7 +179,8 @@ class Step:
 
 
 def plan_step(chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Copies], block_size: int) -> Step:
-    """Return the step that computes `chunks`. There must be at least one chunk.
+    """Return the step that computes `chunks`. There must be at least one chunk, and all chunks must have the same
+    adapter.
 
     `block_copies`: as `Running.take_block_copies` returns them.
     """
@@ -187,6 +191,7 @@ def plan_step(chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequen
     tables = [table[chunks.lanes, :most] for table in lanes.tables]
     blocks, offsets = np.divmod(positions, block_size)
     token_ids, unseen = _tokens(chunks, lanes, ends)
+    adapter = chunks.sequences[0].chain.adapter
     num_drafted = chunks.num_drafted if chunks.drafts else np.zeros_like(counts)
     drafted = ranges(ends - num_drafted, num_drafted)
     return Step(
@@ -204,6 +209,7 @@ def plan_step(chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequen
         drafted=drafted,
         journal=_journal(chunks, lanes, num_drafted, drafted),
         records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
+        adapter=None if adapter is None else adapter.name,
         **_media(chunks, lanes, positions, owners),
     )
 

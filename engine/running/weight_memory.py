@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -17,9 +19,14 @@ from ..models.decoder import Decoder, Empty, Owner
 
 
 class Build(Protocol):
-    """Creates the model of a process. `empty`, `of_owner`: as for `Decoder`."""
+    """Creates the model of a process. `empty`, `of_owner`, `of_name`: as for `Decoder`."""
 
-    def __call__(self, empty: Empty, of_owner: Mapping[Owner, Empty] | None = None) -> Decoder: ...
+    def __call__(
+        self,
+        empty: Empty,
+        of_owner: Mapping[Owner, Empty] | None = None,
+        of_name: Mapping[str, Empty] | None = None,
+    ) -> Decoder: ...
 
 
 class WeightArena(Protocol):
@@ -91,6 +98,33 @@ class LocalWeights:
     def weights_in(self, arena: Arena) -> WeightSet:
         """See `WeightMemory.weights_in`."""
         model = self._build(empty_of(arena, self._dtype))
+        tensors = model.checkpoint_tensors()
+        return WeightSet(model, tensors, tensors)
+
+    def overlay_bytes(self, names: Collection[str]) -> int:
+        """Return the bytes that an overlay with these weights needs."""
+        meta = partial(torch.empty, dtype=self._dtype, device="meta")
+        return bytes_needed(lambda empty: self._build(meta, of_name=dict.fromkeys(names, empty)), self._dtype)
+
+    def new_overlay(self, names: Collection[str]) -> Arena:
+        """Return memory for the weights `names` of a set that shares its other weights with another set.
+
+        Raise MemoryError or RuntimeError if there is not enough memory.
+        """
+        return new_arena(self.overlay_bytes(names), self.device, huge_pages=True)
+
+    def weights_over(self, below: Arena, overlay: Arena, names: Collection[str]) -> WeightSet:
+        """Return a set of weights: the weights `names` are in `overlay`, all others are those in the arena `below`."""
+        index = count()
+
+        def shared(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
+            return below.tensor(next(index), dtype, *shape)
+
+        def own(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
+            next(index)  # the tensor of `below` that this one replaces
+            return overlay.empty(dtype, *shape)
+
+        model = self._build(shared, of_name=dict.fromkeys(names, own))
         tensors = model.checkpoint_tensors()
         return WeightSet(model, tensors, tensors)
 

@@ -46,7 +46,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ import numpy as np
 
 from ...kernels.contract import NO_SLOT
 from ..cache.host_tier import Copies, HostTier
-from ..cache.prefix_cache import Entry
+from ..cache.prefix_cache import Chain, Entry
 from .sequence import Chunks, Lanes, Sequence
 
 
@@ -389,8 +389,9 @@ class RecurrentStates:
                 self._pending[chunks.sequences[place], end] = self.slots.share(int(target[lane]))
             source[lane], target[lane] = target[lane], slot[lane]
 
-    def publish(self, chunks: Chunks, epoch: int) -> None:
+    def publish(self, chunks: Chunks, is_current: Callable[[Chain], bool]) -> None:
         """Mark the checkpoints at the ends of `chunks` as ready. The blocks of `chunks` must be published.
+        `is_current`: as `BlockIdentity.is_current`.
 
         Drop checkpoints of an earlier epoch, and checkpoints of sequences that have lost their blocks.
         """
@@ -402,7 +403,7 @@ class RecurrentStates:
                 continue
             if end == sequence.branch:
                 self.branches.leave(sequence)
-            if sequence.table and sequence.chain.epoch == epoch:
+            if sequence.table and is_current(sequence.chain):
                 self.slots.make_ready(sequence.chain.entries[end // self._block_size - 1], slot)
             else:
                 self.slots.cancel(slot)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -317,7 +317,7 @@ class Starter:
         A sequence that must wait for a prefix is set aside.
         """
         cache = self._cache
-        if sequence.chain.epoch != cache.identity.epoch:
+        if not cache.identity.is_current(sequence.chain):
             self._renew(sequence)
         num_tokens = sequence.num_tokens
         # The last token is always computed, because its logits are needed. Scores need the logits of all tokens.
@@ -499,7 +499,7 @@ class Scheduler:
                 if self.routes is not None and sequence.routes is not None:
                     _attach_routes(self.routes, sequence.chain.entries, num_known, sequence.routes, size)
         if self.running.states is not None:
-            self.running.states.publish(chunks, cache.identity.epoch)
+            self.running.states.publish(chunks, cache.identity.is_current)
         if cache.tables.windowed:
             leaves = cache.tables.leaves_block(chunks.starts, chunks.ends)
             for sequence, _, end in chunks.take(np.flatnonzero(leaves)):
@@ -529,10 +529,17 @@ class Scheduler:
 
         `keeps_decoding`: spare the sequences that only decode, because all their tokens but the last are computed.
         """
-        for sequence in self.running.sequences.copy():
-            if not (keeps_decoding and sequence.num_decoded > 0 and sequence.num_uncomputed == 1):
-                self._suspend(sequence)
-                self.stats.recomputed += 1
+
+        def is_kept(sequence: Sequence) -> bool:
+            return keeps_decoding and sequence.num_decoded > 0 and sequence.num_uncomputed == 1
+
+        self.recompute([sequence for sequence in self.running.sequences if not is_kept(sequence)])
+
+    def recompute(self, sequences: Iterable[Sequence]) -> None:
+        """Take all blocks from running sequences, and requeue the sequences to compute them again."""
+        for sequence in sequences:
+            self._suspend(sequence)
+            self.stats.recomputed += 1
 
     def keep_kv(self, version: int) -> None:
         """Record in the samples of all running sequences that they keep KV of `version` while the weights change. All
@@ -555,7 +562,8 @@ class Scheduler:
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
         self.running.check_integrity()
         for sequence in self.running.sequences:
-            if sequence.chain.epoch != self.cache.identity.epoch and self.cache.tables.publishes(sequence.table):
+            is_current = self.cache.identity.is_current(sequence.chain)
+            if not is_current and self.cache.tables.publishes(sequence.table):
                 raise RuntimeError("scheduler: a block with KV of an earlier epoch is published")
         if self.routes is not None:
             self.routes.check_integrity(self.cache.entries)

@@ -1,0 +1,246 @@
+"""The weights of named adapters: the matrices A and B of each loaded adapter, and merged weights for the adapters that
+were used last.
+
+An adapter is served with merged weights: the base weights, plus the product of B and A in the weights that the adapter
+changes. A push of adapters without a name merges in the same way (`Backend.merge`), so both give the same bits.
+Merged weights are a model of their own. It shares the memory of every weight that the adapter does not change with the
+base.
+
+`AdapterStore` owns the loaded adapters and the merged weights, within a budget of bytes. Merged weights are made when a
+step first needs them, and the ones that were used longest ago make room for others. A and B stay until the adapter is
+removed. `AdapterStaging` receives A and B. Does not own requests or blocks.
+
+Guarantees:
+
+- A and B of all adapters, with the largest merged weights, fit into the budget. An adapter that would not fit is
+  refused, and nothing has changed.
+- The base weights never change while an adapter is loaded. `Engine` refuses calls that would change them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...kernels.contract import Weight
+from ...kernels.transfer import wait_for_stream
+from ..cache.memory import Arena
+from ..commits import Adapter, Commit
+from ..models.decoder import Decoder, Owner
+from .weight_memory import LocalWeights
+from .weights import Factors, WeightStore
+
+
+class AdapterStaging:
+    """The matrices A and B of an adapter that is being received. Implements `StagingArea`.
+
+    `check`: called by `adapt` with the sizes of A and B; raises ValueError if they do not fit. `factors`: by the name
+    of the weight that they change; filled by `adapt` and `rows`.
+    """
+
+    def __init__(self, store: WeightStore, check: Callable[[AdapterStaging], None]) -> None:
+        self.factors: dict[str, Factors] = {}
+        self._store, self._check = store, check
+        self._by_name: dict[str, Tensor] = {}
+        self._scratch: dict[tuple[tuple[int, ...], torch.dtype], Weight] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of A and B."""
+        return sum(tensor.nbytes for tensor in self._by_name.values())
+
+    def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
+        """Allocate A and B. `weights`, `alone`: as for `WeightStaging.adapt`; `alone` must be set.
+
+        Raise ValueError if the base weights are incomplete, if no weight or a weight of the vision tower is adapted, or
+        if the adapter does not fit into the budget.
+        """
+        if not alone or not self._store.is_whole or not weights:
+            raise ValueError("staging: a named adapter needs A and B alone, and complete base weights")
+        owners = self._store.model.owners
+        if of_tower := [name for name in weights if owners.get(name) is Owner.TOWER]:
+            raise ValueError(f"staging: a named adapter cannot change the vision tower (got {of_tower[0]!r})")
+        for name, (a, b, rank, scale) in weights.items():
+            rows, columns = self._store.shape(name)
+            empty = partial(torch.empty, dtype=self._store.dtype_of(name), device=self._store.memory.device)
+            self.factors[name] = Factors(empty((rank, columns)), empty((rows, rank)), scale)
+            self._by_name |= {a: self.factors[name].a, b: self.factors[name].b}
+        self._check(self)
+
+    def rows(self, name: str, start: int, length: int) -> Tensor:
+        """Return rows [start, start + length) of A or B. Raise ValueError for the name of a weight."""
+        if name not in self._by_name:
+            raise ValueError(f"staging: a named adapter has only A and B, but {name!r} is a whole tensor")
+        return self._by_name[name].narrow(0, start, length)
+
+    def put(self, name: str, indices: Tensor, values: Tensor) -> None:
+        """Raise ValueError, because A and B come whole."""
+        raise ValueError(f"staging: a named adapter comes whole, not as single elements of {name!r}")
+
+    def to_merge(self) -> list[str]:
+        """Return the weights that the adapter changes."""
+        return list(self.factors)
+
+    def merge(self, name: str) -> bool:
+        """Return whether the sum of a weight and its adapter is finite. The sum is not kept."""
+        store, plain = self._store, self._store.before_adapters(name)
+        key = tuple(plain.shape), plain.dtype
+        if key not in self._scratch:
+            empty = partial(torch.empty, dtype=plain.dtype, device=plain.device)
+            self._scratch = {key: store.model.ops.new_weight(*plain.shape, empty)}
+        return store.model.ops.merge_into(self._scratch[key], plain, *self.factors[name])
+
+    def drop(self) -> None:
+        """Free the memory. The factors that an adapter has taken over stay."""
+        self.factors, self._by_name, self._scratch = {}, {}, {}
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A loaded adapter. `factors`: A and B, by the name of the weight that they change. `num_bytes`: the size of A and
+    B. `merged_bytes`: the size of the merged weights.
+    """
+
+    adapter: Adapter
+    factors: Mapping[str, Factors]
+    num_bytes: int
+    merged_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Merged:
+    """Merged weights. `arena`: the memory of the weights that differ from the live weights."""
+
+    model: Decoder
+    arena: Arena
+
+
+class AdapterStore:
+    """The loaded adapters of an engine, by name. `budget`: the limit on `num_held`, in bytes."""
+
+    def __init__(self, store: WeightStore, budget: int) -> None:
+        self.budget = budget
+        self._store = store
+        self._loaded: dict[str, _Loaded] = {}
+        self._merged: OrderedDict[str, _Merged] = OrderedDict()  # the one used last comes last
+        self._epochs = count(1)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the loaded adapters, in the order in which they were loaded."""
+        return list(self._loaded)
+
+    @property
+    def num_held(self) -> int:
+        """The bytes of A and B of all adapters, and of the merged weights, that the device holds now."""
+        return self._factor_bytes() + sum(merged.arena.num_held for merged in self._merged.values())
+
+    def find(self, name: str) -> Adapter | None:
+        """Return the adapter with this name, or None."""
+        loaded = self._loaded.get(name)
+        return None if loaded is None else loaded.adapter
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each loaded adapter, by name."""
+        return {name: each.adapter.commit.version for name, each in self._loaded.items()}
+
+    def new_staging(self, name: str) -> AdapterStaging:
+        """Return a staging for the adapter `name`. May be called, and the staging be filled, on a second thread while
+        no adapter is loaded or removed.
+        """
+        return AdapterStaging(self._store, partial(self.check, name))
+
+    def check(self, name: str, staging: AdapterStaging) -> None:
+        """Raise ValueError unless the budget has room for the staged adapter, beside A and B of all others."""
+        others = [each for each in self._loaded.values() if each.adapter.name != name]
+        of_others = sum(each.num_bytes for each in others)
+        largest = max(self._merged_bytes(staging.factors), *(each.merged_bytes for each in others), 0)
+        needed = of_others + staging.num_bytes + largest
+        if needed > self.budget:
+            raise ValueError(
+                f"adapter {name!r} needs {needed} bytes (limit {self.budget}, adapter_bytes): {of_others} for A and B "
+                f"of other adapters, {staging.num_bytes} for its own, and {largest} for the largest merged weights; "
+                "unload other adapters, or raise adapter_bytes"
+            )
+
+    def install(self, name: str, staging: AdapterStaging, version: int) -> Adapter:
+        """Take over the staged adapter, and return it. Raise the errors of `check`, with nothing changed.
+
+        If an adapter with this name is loaded, its object is changed and returned.
+        """
+        self.check(name, staging)
+        wait_for_stream(self._store.memory.device)  # A and B belong to the stream that filled them
+        adapter = self.find(name) or Adapter(name, Commit(version), 0)
+        adapter.commit, adapter.epoch = Commit(version), next(self._epochs)
+        self._drop(name)
+        merged_bytes = self._merged_bytes(staging.factors)
+        self._loaded[name] = _Loaded(adapter, staging.factors, staging.num_bytes, merged_bytes)
+        staging.drop()
+        self._make_room(0)
+        return adapter
+
+    def remove(self, name: str) -> None:
+        """Forget a loaded adapter."""
+        self._drop(name)
+        del self._loaded[name]
+
+    def model_of(self, name: str) -> Decoder:
+        """Return the model with the merged weights of an adapter, which are made if they do not exist."""
+        if name not in self._merged:
+            self._merged[name] = self._merge(self._loaded[name])
+        self._merged.move_to_end(name)
+        return self._merged[name].model
+
+    def drop_merged(self) -> None:
+        """Free the merged weights of all adapters. A and B stay."""
+        for name in [*self._merged]:
+            self._drop(name)
+
+    def _merge(self, loaded: _Loaded) -> _Merged:
+        store, memory, factors = self._store, self._memory(), loaded.factors
+        self._make_room(loaded.merged_bytes)
+        names = self._own_names(factors)
+        arena = memory.new_overlay(names)
+        found = memory.weights_over(cast(Arena, store.arena), arena, names)
+        for name in names:
+            plain, out = store.before_adapters(name), found.tensors[name]
+            if name in factors:
+                store.model.ops.merge_into(out, plain, *factors[name])
+            else:
+                out.copy_(plain)
+        return _Merged(found.model, arena)
+
+    def _own_names(self, factors: Mapping[str, Factors]) -> frozenset[str]:
+        """Return the weights that differ from the live weights, which may contain adapters without a name."""
+        return frozenset(factors) | frozenset(self._store.base.kept)
+
+    def _merged_bytes(self, factors: Mapping[str, Factors]) -> int:
+        return self._memory().overlay_bytes(self._own_names(factors))
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Free merged weights until `num_bytes` more bytes are within the budget."""
+        while self._merged and self.num_held + num_bytes > self.budget:
+            self._drop(next(iter(self._merged)))
+
+    def _drop(self, name: str) -> None:
+        if (merged := self._merged.pop(name, None)) is not None:
+            wait_for_stream(self._store.memory.device)  # a step in flight may read the weights
+            merged.arena.drop(keep=False)
+
+    def _factor_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._loaded.values())
+
+    def _memory(self) -> LocalWeights:
+        assert isinstance(self._store.memory, LocalWeights), "several ranks have no named adapters"
+        return self._store.memory
