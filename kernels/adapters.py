@@ -18,30 +18,18 @@ from trueroll.errors import AlignmentError, brief
 from trueroll.versions import untested
 
 from .contract import Backend
+from .lora_config import EMPTY, INERT, KINDS, PLAIN, USED
 from .wrappers import plain_class, reshard, within
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
-# LoraConfig fields, each with the value for which PEFT computes exactly `Backend.merge`. The fields in _EMPTY must be
-# empty, since any entry changes the computation.
-_PLAIN = {"peft_type": "LORA", "bias": "none"}
-_EMPTY = ("lora_dropout", "lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
+_EMPTY = ("lora_dropout", *EMPTY)
+_UNDERSTOOD = USED | INERT | KINDS  # `adapter_of` detects the kinds in the modules
 _HINTS = {
     "target_parameters": (
         "; PEFT turns targets of a mixture such as gate_proj, up_proj and down_proj, also those of 'all-linear', into "
         "parameters of the experts: name other modules in target_modules"
     )
-}
-# Fields that do not change the computation, or that other code checks. Some of these fields select the adapted modules,
-# initialize A, B and the scale, or configure storage. The other fields enable kinds of LoRA that have their own classes
-# or variants in PEFT. `adapter_of` detects these kinds in the modules.
-_UNDERSTOOD = {
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "fan_in_fan_out"),
-    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying"),
-    *("megatron_config", "megatron_core", "alora_invocation_tokens", "use_qalora", "qalora_group_size"),
-    *("velora_config", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"),
 }
 
 
@@ -92,8 +80,8 @@ def check_adapters(model: Any) -> None:
             "set_adapter"
         )
     config = _read(model, "peft_config")[active[0]]
-    for field in (*_PLAIN, *_EMPTY):
-        found, plain = _read(config, field), _PLAIN.get(field)
+    for field in (*PLAIN, *_EMPTY):
+        found, plain = _read(config, field), PLAIN.get(field)
         if found != plain and (plain or found):
             raise AlignmentError(
                 f"{field} = {getattr(found, 'value', found)!r} is not supported in an adapter; use LoRA of linear "
@@ -107,7 +95,7 @@ def check_adapters(model: Any) -> None:
 def _check_fields(config: Any) -> None:
     """Raise AlignmentError if a LoraConfig has a non-default value in a field that this module does not know."""
     for field in fields(config):
-        if field.name in _UNDERSTOOD or field.name in _PLAIN or field.name in _EMPTY:
+        if field.name in _UNDERSTOOD or field.name in PLAIN or field.name in _EMPTY:
             continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if (found := getattr(config, field.name)) != default:

@@ -247,6 +247,7 @@ class FakeEngine:
 
     def __init__(self, weights: FakeWeights | None = None) -> None:
         self.weight_version = 3
+        self.adapters = None
         self.weights = weights or FakeWeights(SHAPES, "float32", {"head": "embed"}, ["constant"])
         self.actions: list[tuple[Any, ...]] = []
         self.gate = threading.Event()
@@ -347,6 +348,12 @@ class FakeEngine:
             for index, count in samples.items():
                 if count and isinstance(self._by_id[id], GenerateRequest):
                     self._kept.setdefault((id, index), (self.weight_version, count))
+
+    def commit_adapter(self, staging: Any, name: str, version: int, in_flight: str) -> list[Output]:
+        raise RuntimeError("the fake engine serves no named adapters")
+
+    def remove_adapter(self, name: str) -> list[Output]:
+        raise RuntimeError("the fake engine serves no named adapters")
 
     def sleep(self, level: int, tags: Collection[str], in_flight: str) -> list[Output]:
         self.actions.append(("sleep", level, tuple(tags), in_flight))

@@ -26,6 +26,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -55,6 +56,7 @@ from ...engine.request import (
 from .. import protocol
 from ..network.keys import Key
 from ..tracing import traced_replies
+from .adapters import load_adapter
 from .connection import NO_IMAGES, Connection, Inbox, Received, wrong_process
 from .continuation import check_one_version, joined
 from .media import Media, Prompt, PromptMaker, Prompts, contents
@@ -150,6 +152,7 @@ class AsyncRolloutClient:
         progress: bool = False,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> list[Group]: ...
 
     @overload
@@ -165,6 +168,7 @@ class AsyncRolloutClient:
         progress: bool = False,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> list[Group | TruerollError]: ...
 
     async def generate(
@@ -179,6 +183,7 @@ class AsyncRolloutClient:
         progress: bool = False,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> list[Group] | list[Group | TruerollError]:
         """Generate samples for every prompt. Return one Group for each prompt, in order.
 
@@ -207,8 +212,11 @@ class AsyncRolloutClient:
           weights generated which tokens.
         - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings the version
           `min_weight_version` or a later version.
+        - `adapter`: the name of a loaded adapter (`load_adapter`, or a push with `adapter`), with which all samples are
+          generated; None: the base weights. `min_weight_version` is then a version of the adapter.
         """
-        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        demand["adapter"] = adapter
         demand["while_connected"] = self._while_connected
         given = await self._prompts.make(prompts, media, "prompts", errors)
         made = generate_requests(given, params, seed, request_ids, demand, errors)
@@ -258,6 +266,7 @@ class AsyncRolloutClient:
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> AsyncGenerator[tuple[int, SampleOutput], None]: ...
 
     @overload
@@ -273,6 +282,7 @@ class AsyncRolloutClient:
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]: ...
 
     async def stream(
@@ -287,6 +297,7 @@ class AsyncRolloutClient:
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """Generate samples, and yield (position of the prompt, sample) when a sample finishes. Arguments: see
         `generate`.
@@ -302,7 +313,8 @@ class AsyncRolloutClient:
         message may contain deltas of all samples of the call. The worker applies `delta_seconds` only while it streams
         to more than 8 callers. Finished samples are never delayed.
         """
-        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        demand["adapter"] = adapter
         demand |= dict(while_connected=self._while_connected, deltas=deltas, delta_seconds=delta_seconds)
         given = await self._prompts.make(prompts, media, "prompts")
         made = dict(enumerate(generate_requests(given, params, seed, request_ids, demand)))
@@ -324,6 +336,7 @@ class AsyncRolloutClient:
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> list[SampleOutput]:
         """Continue unfinished samples. Return one whole sample for each prompt, in order.
 
@@ -337,13 +350,14 @@ class AsyncRolloutClient:
         - `media`: the images of the prompts, as in the original call; or the preprocessed images in `Group.images`,
           together with `Group.prompt_token_ids` as prompts.
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
-        - `min_weight_version`, `wait_for_weights`: see `generate`.
+        - `min_weight_version`, `wait_for_weights`, `adapter`: see `generate`.
 
         If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. If the weights
         have changed, the version spans of the joined sample say which weights generated which tokens. Raise
         StaleWeightsError if `params` sets `one_version` and the weights have changed.
         """
-        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        demand["adapter"] = adapter
         given = await self._prompts.make(prompts, media, "prompts")
         requests = continue_requests(given, samples, params, request_ids, demand)
         whole = list(samples)
@@ -386,6 +400,7 @@ class AsyncRolloutClient:
         return_routed_experts: bool = False,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> list[ScoreOutput]:
         """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput per sequence, in order.
 
@@ -397,13 +412,13 @@ class AsyncRolloutClient:
         the alternative tokens are returned as `target_logprobs`. Pad short rows with -1, which gets the log-prob 0.
         `ScoreOutput.logprobs` is float32 [num_tokens - start], and `target_logprobs` is float32 [num_tokens - start,
         K]. `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `media`, `min_weight_version`,
-        `wait_for_weights`: see `generate`. Raise RequestAbortedError if a scoring request was aborted. Raise
+        `wait_for_weights`, `adapter`: see `generate`. Raise RequestAbortedError if a scoring request was aborted. Raise
         ConfigError if `distribution` is a `SamplingParams` with `logprobs=None`.
         """
         values: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=scored_distribution(distribution, values), cache_salt=cache_salt)
         fields |= dict(top_logprobs=top_logprobs, return_routed_experts=return_routed_experts)
-        fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights, adapter=adapter)
         given = await self._prompts.make(sequences, media, "sequences")
         requests = score_requests(given, start, target_token_ids, fields)
         scores: dict[int, Any] = {}
@@ -499,6 +514,31 @@ class AsyncRolloutClient:
     async def invalidate_prefix_cache(self) -> protocol.Status:
         """Drop all cached prefixes. Running requests keep their KV blocks."""
         return await self._ask_status(protocol.Invalidate(id=protocol.new_id()))
+
+    async def load_adapter(
+        self,
+        name: str,
+        folder: str | Path,
+        version: int | None = None,
+        *,
+        in_flight: SleepInFlight = "recompute",
+        timeout: float = 600.0,
+    ) -> protocol.Status:
+        """Load a LoRA adapter from a folder in PEFT's format, which the worker reads, and serve it under `name`.
+
+        The worker generates meanwhile. If an adapter with this name is loaded, it is replaced. Raise PushError if the
+        adapter cannot be served; nothing has then changed.
+
+        - `version`: version of the adapter; None: the version after the loaded one, beginning with 1.
+        - `in_flight`: what the worker does with running requests of the adapter that is replaced. `recompute` continues
+          them with the new adapter; `abort` ends them; `drain` first finishes all requests of the worker.
+        - `timeout`: limit on each step of the call, in seconds.
+        """
+        return await load_adapter(self.ask, name, folder, version, in_flight, timeout)
+
+    async def unload_adapter(self, name: str) -> protocol.Status:
+        """Unload an adapter. Its unfinished requests are aborted. Raise InvalidRequestError if it is not loaded."""
+        return await self._ask_status(message_of(protocol.UnloadAdapter, id=protocol.new_id(), name=name))
 
     async def weight_checksums(self) -> protocol.Checksums:
         """Return one XXH3 hash for each served parameter, computed from the parameter's bytes.
@@ -749,6 +789,8 @@ class RolloutClient:
     sleep = _blocking(AsyncRolloutClient.sleep)
     wake_up = _blocking(AsyncRolloutClient.wake_up)
     invalidate_prefix_cache = _blocking(AsyncRolloutClient.invalidate_prefix_cache)
+    load_adapter = _blocking(AsyncRolloutClient.load_adapter)
+    unload_adapter = _blocking(AsyncRolloutClient.unload_adapter)
     weight_checksums = _blocking(AsyncRolloutClient.weight_checksums)
 
     @overload
@@ -763,6 +805,7 @@ class RolloutClient:
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> Iterator[tuple[int, SampleOutput]]: ...
 
     @overload
@@ -778,6 +821,7 @@ class RolloutClient:
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> Iterator[tuple[int, SampleDelta | SampleOutput]]: ...
 
     def stream(
@@ -792,6 +836,7 @@ class RolloutClient:
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
+        adapter: str | None = None,
     ) -> Iterator[tuple[int, Any]]:
         """See `AsyncRolloutClient.stream`."""
         demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)

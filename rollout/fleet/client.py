@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trueroll.errors import (
@@ -21,7 +22,7 @@ from trueroll.errors import (
 )
 
 from ...engine.media import ImageInput
-from ...engine.request import SampleDelta, plain
+from ...engine.request import SampleDelta, SleepInFlight, plain
 from ...weight_sync.payload.manifest import list_names
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
@@ -187,6 +188,29 @@ class AsyncFleetClient(AsyncRolloutClient):
     async def all_stats(self) -> dict[str, protocol.Stats]:
         """Return the lifetime counters of each worker by name. Workers that do not answer are left out."""
         return await self._ask_each(lambda link: link.client.stats())
+
+    async def load_adapter(
+        self,
+        name: str,
+        folder: str | Path,
+        version: int | None = None,
+        *,
+        in_flight: SleepInFlight = "recompute",
+        timeout: float = 600.0,
+    ) -> protocol.Status:
+        """Load the adapter on every worker, with the same version. See `AsyncRolloutClient.load_adapter`.
+
+        If the call raises an error, some workers may serve the adapter already: repeat the call with the same version.
+        A worker that joins later has no adapters.
+        """
+        if version is None:
+            version = 1 + max(health.adapters.get(name, 0) for health in (await self.healths()).values())
+        given = name, folder, version
+
+        def load(link: Link) -> Awaitable[protocol.Status]:
+            return link.client.load_adapter(*given, in_flight=in_flight, timeout=timeout)
+
+        return all_statuses(list((await self._ask_each(load)).values()))
 
     async def weight_checksums(self) -> protocol.Checksums:
         """Return the checksums of the weights, which must be equal on all serving workers. Raise IllegalStateError if

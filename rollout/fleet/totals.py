@@ -26,7 +26,8 @@ class FleetHealth(protocol.Health):
 
 def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()) -> FleetHealth:
     """Combine the health of one or more workers. Counts are summed. The result has the state of the least ready worker,
-    the oldest weight version, the smallest value of each limit, and the field `engine` of the first worker.
+    the oldest weight version, the adapters that all workers serve, the smallest value of each limit, and the field
+    `engine` of the first worker.
     """
     worst = max(healths, key=lambda health: _LEAST_READY_LAST.index(health.state))
     versions = [health.weight_version for health in healths if health.weight_version is not None]
@@ -35,6 +36,7 @@ def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()
         instance=f"{len(healths)} workers",
         seconds_since_progress=max(waits, default=None),
         weight_version=min(versions, default=None),
+        adapters=_common(health.adapters for health in healths),
         requests=_added(health.requests for health in healths),
         memory=_added(health.memory for health in healths),
         limits={name: min(health.limits[name] for health in healths) for name in worst.limits},
@@ -57,6 +59,13 @@ def all_statuses(statuses: Sequence[protocol.Status]) -> protocol.Status:
     """Combine the statuses of several workers: the state of the least ready worker and the oldest weight version."""
     worst = max(statuses, key=lambda status: _LEAST_READY_LAST.index(status.state))
     return worst.model_copy(update={"weight_version": min(status.weight_version for status in statuses)})
+
+
+def _common(adapters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the adapters that all workers serve, each with the oldest version."""
+    each = list(adapters)
+    names = [name for name in each[0] if all(name in found for found in each)]
+    return {name: min(found[name] for found in each) for name in names}
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -91,6 +91,7 @@ from .messages import (
     Status,
     TargetArrays,
     TopArrays,
+    UnloadAdapter,
     WakeUp,
 )
 
@@ -137,6 +138,7 @@ __all__ = [
     "Resume",
     "RoutedExperts",
     "SaveWeights",
+    "UnloadAdapter",
     "Scores",
     "Sleep",
     "StageBucket",

@@ -26,7 +26,7 @@ from ...engine.request import (
     Tag,
     TopLogprobs,
 )
-from ...weight_sync.payload.manifest import PushId, Version
+from ...weight_sync.payload.manifest import AdapterName, PushId, Version
 from ...weight_sync.payload.messages import (
     Count,
     GetWeights,
@@ -69,8 +69,11 @@ class _Request(Message):
     - `min_weight_version`: minimum weight version at which the request may begin. Without `wait_for_weights`, a worker
       with older weights answers with the error `stale_weights`.
     - `wait_for_weights`: do not begin before a push brings weights of the minimum version
+    - `adapter`: the named adapter to use; None for the base weights. `min_weight_version` is then a version of the
+      adapter.
     """
 
+    adapter: AdapterName | None = None
     min_weight_version: Version | None = None
     wait_for_weights: bool = False
     caller: Id | None = None
@@ -230,6 +233,14 @@ class Invalidate(Message):
 
     type: Literal["invalidate"] = "invalidate"
     id: Id
+
+
+class UnloadAdapter(Message):
+    """Unload a named adapter. Its unfinished requests are aborted."""
+
+    type: Literal["unload_adapter"] = "unload_adapter"
+    id: Id
+    name: AdapterName
 
 
 class SaveWeights(Message):
@@ -445,8 +456,8 @@ class Aborted(Message):
 
 
 class Status(Message):
-    """The terminal reply to `pause`, `resume`, `drain`, `sleep`, `wake_up`, `invalidate` and `save_weights`. `state`:
-    the state after the call.
+    """The terminal reply to `pause`, `resume`, `drain`, `sleep`, `wake_up`, `invalidate`, `unload_adapter` and
+    `save_weights`. `state`: the state after the call.
     """
 
     type: Literal["status"] = "status"
@@ -461,11 +472,12 @@ class Health(Message):
     - `instance`: random id of the worker's process
     - `seconds_since_progress`: seconds since the engine last made progress; None while loading. The engine makes
       progress when a step computes or finishes something, or when the idle engine gets new work.
-    - `weight_version`: version of the served weights; None while loading
+    - `weight_version`: version of the served base weights; None while loading
+    - `adapters`: version of each loaded adapter, by name
     - `requests`: the numbers of `open` requests (accepted but unfinished), of `running` and `waiting` sequences in the
       engine, and of `kept` results (not yet acknowledged)
     - `memory`: bytes of each kind of memory. The kinds are `process` (resident memory), `images` (pixels) and, once the
-      model is loaded, `weights`, `kv_cache`, `staging` and (only with experts) `routed_experts`
+      model is loaded, `weights`, `kv_cache`, `staging`, and if the worker serves them, `adapters` and `routed_experts`
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
     - `sleeping`: tags of the memory that `sleep` has released
     - `push`: the push in progress, if any
@@ -477,6 +489,7 @@ class Health(Message):
     instance: str
     seconds_since_progress: float | None
     weight_version: Count | None
+    adapters: dict[str, Count] = {}
     requests: dict[str, Count]
     memory: dict[str, Count]
     limits: dict[str, Count]
@@ -516,7 +529,9 @@ class Checksums(Message):
     push_id: PushId | None
 
 
-LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate | SaveWeights | GetChecksums
+LifecycleCall: TypeAlias = (
+    Pause | Resume | Drain | Sleep | WakeUp | Invalidate | UnloadAdapter | SaveWeights | GetChecksums
+)
 Call: TypeAlias = Generate | GetScores | Abort | GetHealth | GetStats | GetWeights | LifecycleCall | PushCall
 FromClient: TypeAlias = Call | Ack | PutImage
 FromWorker: TypeAlias = (

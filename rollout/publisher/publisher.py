@@ -384,7 +384,15 @@ class WeightPublisher:
         self._disconnect()
         self._fleet = membership
 
-    def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
+    def push(
+        self,
+        tensors: Tensors,
+        version: int,
+        *,
+        allow_older: bool = False,
+        adapters: bool = False,
+        adapter: str | None = None,
+    ) -> PushResult:
         """Make every worker serve the weights in `tensors`, as version `version`.
 
         Raise PushError if a worker has not committed the push. After PushError, even with `sparse`, the next push sends
@@ -403,16 +411,20 @@ class WeightPublisher:
         - `adapters`: for a PEFT model, send only the LoRA matrices A and B and the `modules_to_save`. The workers must
           already have the other weights of the model, from the checkpoint or from a push without `adapters`. Checksums
           verify the weights that are not sent, but do not detect that a frozen weight was changed through `.data`.
+        - `adapter`: with `adapters`, serve the LoRA adapter under this name, beside the base weights and beside other
+          adapters, to requests that choose it. `version` is then the adapter's version, which counts apart from other
+          versions. The workers need `adapter_bytes`. In a fleet, workers that join later do not get the adapter.
 
         The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
         """
         version = _checked_version(version)
+        _check(adapters or adapter is None, "adapter", "None unless adapters is set", adapter)
         self._taken_out.clear()
         alone = adapters
         while True:
             again = bool(self._taken_out)  # some workers may have committed the version before another worker was lost
-            push = partial(self._push, version=version, allow_older=allow_older or again)
+            push = partial(self._push, version=version, allow_older=allow_older or again, adapter=adapter)
             try:
                 result = self._push_on_all_ranks(tensors, alone, push)
             except PushError as error:
@@ -423,8 +435,9 @@ class WeightPublisher:
             if result is None:  # the same on every rank
                 alone = False
                 continue
-            self._tell_fleet(version, result.push_id)
-            self._wait_for_late_ones(result.push_id)
+            if adapter is None:
+                self._tell_fleet(version, result.push_id)
+                self._wait_for_late_ones(result.push_id)
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
     def stale_workers(self) -> list[str]:
@@ -590,7 +603,12 @@ class WeightPublisher:
         return push_on_all_ranks(source, self._has_workers, lambda found: push(found, adapters))
 
     def _push(
-        self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
+        self,
+        tensors: TrainerTensors,
+        adapters: TrainerAdapters | None,
+        version: int,
+        allow_older: bool,
+        adapter: str | None,
     ) -> PushResult | None:
         """Push to all workers. Return None if the push is adapters-only, but a worker of a fleet also needs the base
         weights.
@@ -599,14 +617,15 @@ class WeightPublisher:
         """
         party = self._meet()
         try:
-            result = self._push_to(party, tensors, adapters, version, allow_older)
+            result = self._push_to(party, tensors, adapters, version, allow_older, adapter)
         except OtherBaseError as error:
-            if self._fleet is None or adapters is None or not adapters.is_alone:
+            if self._fleet is None or adapters is None or not adapters.is_alone or adapter is not None:
                 raise
             log.warning("repeating the push of version %d with the base weights of the adapters: %s", version, error)
             return None
-        self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
-        self._terms = version, allow_older
+        if adapter is None:
+            self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
+            self._terms = version, allow_older
         return result
 
     def _restore(self, tensors: TrainerTensors, adapters: TrainerAdapters | None) -> PushResult | None:
@@ -666,8 +685,9 @@ class WeightPublisher:
         adapters: TrainerAdapters | None,
         version: int,
         allow_older: bool,
+        adapter: str | None = None,
     ) -> PushResult:
-        result = self._sender.send(party.workers, party.replies, tensors, version, allow_older, adapters)
+        result = self._sender.send(party.workers, party.replies, tensors, version, allow_older, adapters, adapter)
         return replace(result, left_out=[*party.left_out, *result.left_out])
 
     def _connected(self) -> WorkerClients:

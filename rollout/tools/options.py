@@ -37,6 +37,8 @@ ENGINE: Table = {
         "kv_memory": "Memory of the KV cache and recurrent states, such as 4GiB, instead of --num-blocks.",
         "kv_memory_fraction": "The same as a fraction of available memory. Default: at most 0.9 on a GPU, "
         "0.25 on a CPU.",
+        "adapter_bytes": "Bytes of memory for named LoRA adapters and their merged weights, beside the KV cache; 0: "
+        "none.",
         "host_cache_bytes": "Maximum bytes of host memory, on each rank, for cached prefixes that lost their memory on "
         "the device; 0: none.",
         "enable_prefix_caching": "Reuse the keys and values of prefixes that were computed before.",

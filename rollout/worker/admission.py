@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,17 +23,27 @@ MOST_CALLERS = 1024
 """Maximum number of callers that can submit the same request."""
 
 
+class Versions(NamedTuple):
+    """The versions of the weights that a worker serves: of the base weights, and of each named adapter."""
+
+    base: int
+    adapters: Mapping[str, int]
+
+    def of(self, message: Generate | GetScores) -> int | None:
+        """Return the version of the weights that a request asks for; None if its adapter is not loaded."""
+        return self.base if message.adapter is None else self.adapters.get(message.adapter)
+
+
 class Conditions(NamedTuple):
     """The parts of the worker's state that determine the admission of a request.
 
-    `takes_requests`: whether the engine accepts requests now. `version`: version of the served weights; None until the
-    model has loaded.
+    `takes_requests`: whether the engine accepts requests now. `versions`: None until the model has loaded.
     """
 
     state: State
     is_ending: bool
     takes_requests: bool
-    version: int | None
+    versions: Versions | None
 
 
 def check_admission(
@@ -54,9 +65,9 @@ def check_admission(
     _check_limit(config, "max_queued_requests", len(ledger.open), 1)
     _check_limit(config, "max_queued_samples", ledger.num_samples_left, num_samples)
     _check_limit(config, "max_queued_bytes", ledger.num_bytes_open, num_bytes_of(message))
-    if conditions.takes_requests and (version := conditions.version) is not None:
-        if not (message.wait_for_weights or serves(message, version)):
-            raise too_old(message, version)
+    if conditions.takes_requests and (versions := conditions.versions) is not None:
+        if not (message.wait_for_weights or serves(message, versions)):
+            raise too_old(message, versions)
     if max_model_len is not None:
         check_length(*_length(message), max_model_len)
     if isinstance(message, GetScores):
@@ -149,17 +160,20 @@ def _length(message: Generate | GetScores) -> tuple[str, int, int]:
     return "prompt_token_ids", len(message.prompt_token_ids) // 4, num_new
 
 
-def serves(message: Generate | GetScores, version: int | None) -> bool:
-    """Return whether weights of version `version` are new enough for the request."""
-    demanded = message.min_weight_version
+def serves(message: Generate | GetScores, versions: Versions | None) -> bool:
+    """Return whether the served weights are new enough for the request."""
+    demanded, version = message.min_weight_version, None if versions is None else versions.of(message)
     return demanded is None or (version is not None and version >= demanded)
 
 
-def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
-    """Return the error for a request that demands newer weights than `version`."""
+def too_old(message: Generate | GetScores, versions: Versions) -> StaleWeightsError:
+    """Return the error for a request that demands newer weights than `versions`."""
+    version = versions.of(message)
+    served = "no version" if version is None else f"version {version}"
+    of_adapter = "" if message.adapter is None else f" of adapter {message.adapter!r}"
     return StaleWeightsError(
-        f"min_weight_version: the request needs version {message.min_weight_version} or later, but the worker serves "
-        f"version {version} (a restarted worker has lost its pushes); push newer weights, or set wait_for_weights",
+        f"min_weight_version: the request needs version {message.min_weight_version} or later{of_adapter}, but the "
+        f"worker serves {served} (a restarted worker has lost its pushes); push newer weights, or set wait_for_weights",
         field="min_weight_version",
         value=message.min_weight_version,
         limit=version,

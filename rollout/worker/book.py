@@ -37,7 +37,16 @@ from ...engine.request import (
 from .. import protocol
 from ..config import WorkerConfig
 from ..protocol import Generate, GetScores
-from .admission import Conditions, check_admission, check_joining, check_succession, serves, targets_of, too_old
+from .admission import (
+    Conditions,
+    Versions,
+    check_admission,
+    check_joining,
+    check_succession,
+    serves,
+    targets_of,
+    too_old,
+)
 from .engine_thread import Add, Command, End, Ended, Run, Stream
 from .grammars import GrammarThread, Preparation
 from .images import ImageStore, Supplier
@@ -133,24 +142,24 @@ class WaitingRoom:
         """Make the next `take_due` check all requests again, because the weights may have changed."""
         self._due, self._early = self._early | self._due, {}
 
-    def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
-        """Remove and return the due requests that can be served with weights of version `version`, and the due requests
-        that must be refused.
+    def take_due(self, versions: Versions | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
+        """Remove and return the due requests that can be served with weights of `versions`, and the due requests that
+        must be refused.
 
         Refused requests are returned with their errors. Requests that wait for newer weights stay in the waiting room.
-        `version`: None if the model has not loaded; all requests with a `min_weight_version` then stay in the waiting
+        `versions`: None if the model has not loaded; all requests with a `min_weight_version` then stay in the waiting
         room.
         """
         due, self._due = self._due, {}
         ready: dict[str, Waiting] = {}
         refused: dict[str, StaleWeightsError] = {}
         for key, waiting in due.items():
-            if serves(waiting.message, version):
+            if serves(waiting.message, versions):
                 ready[key] = waiting
-            elif version is None or waiting.message.wait_for_weights:
+            elif versions is None or waiting.message.wait_for_weights:
                 self._early[key] = waiting
             else:
-                refused[key] = too_old(waiting.message, version)
+                refused[key] = too_old(waiting.message, versions)
         return ready, refused
 
     def take_early(self) -> list[Waiting]:
@@ -275,7 +284,7 @@ class RequestBook:
         entry = self.ledger.add(user, message, params)
         self.waiting_room.add(entry.key, Waiting(_request_of(entry), message))
         if conditions.takes_requests:
-            self._give(conditions.version)
+            self._give(conditions.versions)
         return entry
 
     def _stream(self, key: str, submission: Submission) -> None:
@@ -323,7 +332,7 @@ class RequestBook:
         for entry in self.ledger.awaited.lose(identity):
             waits = self.waiting_room.get(entry.key)
             if waits is not None and (
-                _ends_with_client(entry) or _waits_for_weights(waits, self._conditions().version)
+                _ends_with_client(entry) or _waits_for_weights(waits, self._conditions().versions)
             ):
                 entry.is_wanted = False
                 self.take_outputs(waits.abort(None))
@@ -378,11 +387,11 @@ class RequestBook:
             return
         conditions = self._conditions()
         if conditions.takes_requests or whatever_state:
-            self._give(conditions.version)
+            self._give(conditions.versions)
 
-    def _give(self, version: int | None) -> None:
-        """Send the engine the waiting requests that can be served with weights of version `version`."""
-        ready, refused = self.waiting_room.take_due(version)
+    def _give(self, versions: Versions | None) -> None:
+        """Send the engine the waiting requests that can be served with weights of `versions`."""
+        ready, refused = self.waiting_room.take_due(versions)
         for key, waiting in ready.items():
             if len(waiting.request.images) < len(waiting.message.images):
                 self._ask_for_images(key, waiting)
@@ -501,14 +510,15 @@ class RequestBook:
                 self._send(identity, _error_frame(entry, error, caller))
         self._submit_successors(entry)
 
-    def command(self, command: Run, aborts: bool) -> None:
+    def command(self, command: Run, aborts: bool, adapter: str | None = None) -> None:
         """Send a command to the engine.
 
-        `aborts`: whether the command aborts all requests in the engine. Later submissions of an aborted request wait
-        until the request has ended.
+        `aborts`: whether the command aborts all requests in the engine, or all requests of `adapter`. Later submissions
+        of an aborted request wait until the request has ended.
         """
         if aborts:
-            self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
+            in_engine = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
+            self._interrupted = [e for e in in_engine if adapter is None or e.message.adapter == adapter]
             for entry in self._interrupted:
                 entry.num_aborts += 1
         self._command(command)
@@ -623,19 +633,21 @@ def _request_of(entry: Entry) -> Request:
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
         recorded = message.top_logprobs, message.return_routed_experts, message.start, targets_of(message)
-        return ScoreRequest(entry.key, tokens, message.distribution, salt, *recorded, message.spans)
+        parts = entry.key, tokens, message.distribution, salt, *recorded, message.spans
+        return ScoreRequest(*parts, adapter=message.adapter)
     assert params is not None
     salted = params.model_copy(update={"cache_salt": salt_of(entry.user, params.cache_salt)})
     tokens = protocol.bytes_to_tokens(message.prompt_token_ids)
-    return GenerateRequest(entry.key, tokens, salted, message.num_prior_tokens, message.spans)
+    parts = entry.key, tokens, salted, message.num_prior_tokens, message.spans
+    return GenerateRequest(*parts, adapter=message.adapter)
 
 
 def _aborted(message: protocol.Abort, num_samples: int) -> protocol.Aborted:
     return protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
 
 
-def _waits_for_weights(waiting: Waiting, version: int | None) -> bool:
-    return waiting.message.wait_for_weights and (version is None or not serves(waiting.message, version))
+def _waits_for_weights(waiting: Waiting, versions: Versions | None) -> bool:
+    return waiting.message.wait_for_weights and not serves(waiting.message, versions)
 
 
 def _ends_with_client(entry: Entry) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trueroll.errors import IllegalStateError, PushError, TruerollError
+from trueroll.errors import IllegalStateError, InvalidRequestError, PushError, TruerollError
 
 from ...engine.request import InFlight, Output
 from ...weight_sync.transports.policy import PushPolicy
@@ -28,7 +28,7 @@ from .lifecycle import Lifecycle
 from .pushes import EngineHost, Operation, Operations, Pushes, PushHost, Target, aborted, ending, is_of_push
 
 if TYPE_CHECKING:
-    from ...weight_sync.worker.assembly import Destination
+    from ...weight_sync.worker.assembly import AdapterDestination, Destination
 
 
 class Host(PushHost, Protocol):
@@ -75,11 +75,11 @@ class Control:
         """Time, in monotonic seconds, by which `follow` must be called again."""
         return min(self._operations.deadline, self.pushes.deadline)
 
-    def finish_loading(self, weights: Destination, device: str) -> None:
-        """Record that the model has loaded. `weights`: destination of pushes, on `device`."""
+    def finish_loading(self, weights: Destination, adapters: AdapterDestination | None, device: str) -> None:
+        """Record that the model has loaded. `weights`, `adapters`: destinations of pushes, on `device`."""
         from ...weight_sync.transports.gpu import gpu_of
 
-        self.pushes.target = Target(weights, device, gpu_of(device))
+        self.pushes.target = Target(weights, adapters, device, gpu_of(device))
         self.lifecycle.finish_loading()
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
@@ -175,6 +175,8 @@ class Control:
                 return Operation(call, "waking", standing.woken(call.tags), done, _wake_up(call))
             case protocol.Invalidate():
                 return Operation(call, None, standing, self._done(call), _invalidate)
+            case protocol.UnloadAdapter():
+                return self._unload(call)
             case protocol.SaveWeights():
                 return self._save(call)
             case protocol.GetChecksums():
@@ -195,6 +197,8 @@ class Control:
         return done
 
     def _sleep(self, call: protocol.Sleep) -> Operation:
+        if call.level == 2 and "weights" in call.tags:
+            self.pushes.check_no_adapters("sleep")
         then = self.lifecycle.standing.slept(call.tags, call.level == 2 and "weights" in call.tags)
         slept = PushError("push: the weights went to sleep before the commit; wake up the weights and push again")
         reply = self._done(call, self._timings.sleep)
@@ -214,10 +218,25 @@ class Control:
 
         return Operation(call, "draining", then, done, sleep, call.in_flight, call.timeout, before)
 
+    def _unload(self, call: protocol.UnloadAdapter) -> Operation:
+        if call.name not in self._host.versions().adapters:
+            text = f"unload_adapter: adapter {call.name!r} is not loaded"
+            raise InvalidRequestError(text, field="name", value=call.name)
+
+        def remove(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
+            return engine.remove_adapter(call.name)
+
+        def done(seconds: float) -> None:
+            del self.pushes.served_adapters[call.name]
+            self._reply_status(call.id)
+
+        standing = self.lifecycle.standing
+        return Operation(call, None, standing, done, remove, in_flight="abort", adapter=call.name)
+
     def _save(self, call: protocol.SaveWeights) -> Operation:
         from ...weight_sync.worker.saving import save_weights
 
-        push_id, version, weights = self.pushes.served, self._host.weight_version(), self.pushes.weights
+        push_id, version, weights = self.pushes.served, self._host.versions().base, self.pushes.weights
         if push_id is None:
             raise PushError(
                 "save_weights: only pushed weights can be saved, but this worker serves the original checkpoint; "
@@ -260,7 +279,7 @@ class Control:
                 renamed=dict(weights.renamed),
                 respelled=dict(weights.respelled),
                 left_out=weights.left_out,
-                weight_version=self._host.weight_version(),
+                weight_version=self._host.versions().base,
                 push_id=self.pushes.served,
             )
             self._calls.answer(call.id, reply)
@@ -281,7 +300,7 @@ class Control:
 
     def _describe_weights(self, call: protocol.GetWeights) -> protocol.Weights:
         assert self.pushes.target is not None
-        weights, _, gpu = self.pushes.target
+        weights, _, _, gpu = self.pushes.target
         return protocol.Weights(
             id=call.id,
             dtype=weights.dtype,
@@ -294,7 +313,8 @@ class Control:
             renamed=dict(weights.renamed),
             respelled=dict(weights.respelled),
             left_out=weights.left_out,
-            weight_version=self._host.weight_version(),
+            weight_version=self._host.versions().base,
+            adapters=dict(self._host.versions().adapters),
             push_id=self.pushes.served,
             gpu=gpu,
             kin=weights.kin,
@@ -303,7 +323,7 @@ class Control:
 
     def _reply_status(self, id: str) -> None:
         state = self.lifecycle.state
-        self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
+        self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.versions().base))
 
     def start_ending(self) -> None:
         """Refuse waiting calls, and cancel the current operation if the engine has not received the operation yet."""

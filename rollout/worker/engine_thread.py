@@ -21,15 +21,25 @@ from trueroll.errors import TruerollError, UnknownRequestError
 from ...engine.media import ImageLimits
 from ...engine.request import InFlight, Output, Request, SampleDelta, SleepInFlight, Tag
 from ..monitoring.timings import Histogram
+from .admission import Versions
 from .grammars import Preparing
 from .reply_bytes import check_reply
 
 if TYPE_CHECKING:
-    from ...weight_sync.worker.assembly import Destination
+    from ...weight_sync.worker.assembly import Destination, StagingArea
 
 
 SECONDS_BETWEEN_CHECKS = 1.0
 """Time, in seconds, between two checks of the engine's other processes while the engine has no work."""
+
+
+class ServedAdapters(Protocol):
+    """The named adapters of an engine: an `AdapterDestination`. `versions`: the version of each adapter, by name."""
+
+    def new_staging(self, name: str) -> StagingArea: ...
+
+    @property
+    def versions(self) -> dict[str, int]: ...
 
 
 class ServedEngine(Protocol):
@@ -46,6 +56,11 @@ class ServedEngine(Protocol):
 
     @property
     def weights(self) -> Destination: ...
+
+    @property
+    def adapters(self) -> ServedAdapters | None:
+        """The named adapters; None if the engine serves none."""
+        ...
 
     @property
     def weight_version(self) -> int: ...
@@ -70,6 +85,12 @@ class ServedEngine(Protocol):
         has returned.
         """
         ...
+
+    def commit_adapter(self, staging: Any, name: str, version: int, in_flight: SleepInFlight) -> list[Output]:
+        """Load a named adapter. `staging`: A and B, in a staging area of this engine's `adapters`."""
+        ...
+
+    def remove_adapter(self, name: str) -> list[Output]: ...
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: SleepInFlight) -> list[Output]: ...
 
@@ -148,12 +169,13 @@ class Stop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine is built. `info`: the EngineInfo as a dictionary. `weights`: the destination of pushes. `images`: the
-    limits on images. `grammars`: prepares grammars.
+    """The engine is built. `info`: the EngineInfo as a dictionary. `weights`: the destination of pushes. `adapters`:
+    the destination of named adapters, or None. `images`: the limits on images. `grammars`: prepares grammars.
     """
 
     info: dict[str, Any]
     weights: Destination
+    adapters: ServedAdapters | None
     images: ImageLimits
     grammars: Preparing
 
@@ -215,7 +237,7 @@ class Snapshot:
 
     stats: dict[str, Any]
     memory: dict[str, int]
-    weight_version: int
+    versions: Versions
     progress_at: float
 
 
@@ -247,7 +269,8 @@ class EngineThread(threading.Thread):
         try:
             engine = self._make_engine()
             self._take_snapshot(engine, made_progress=True)
-            self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights, engine.images, engine.grammars))
+            info, images = dataclasses.asdict(engine.info), engine.images
+            self._publish(Loaded(info, engine.weights, engine.adapters, images, engine.grammars))
             self._loop(engine)
         except BaseException as error:  # every cause of the thread's end must be reported
             self._publish(Failed(error))
@@ -323,4 +346,5 @@ class EngineThread(threading.Thread):
             progress_at = time.monotonic()
         else:
             progress_at = before.progress_at
-        self.snapshot = Snapshot(stats, engine.memory(), engine.weight_version, progress_at)
+        versions = Versions(engine.weight_version, {} if engine.adapters is None else engine.adapters.versions)
+        self.snapshot = Snapshot(stats, engine.memory(), versions, progress_at)

@@ -36,6 +36,7 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
     "sleep": _STANDING,
     "wake_up": _STANDING,
     "invalidate": _STANDING,
+    "unload_adapter": _STANDING,
     "save_weights": frozenset({"ready", "paused"}),
     "checksums": _STANDING,
     "weights": _STANDING | _BUSY,

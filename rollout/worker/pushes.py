@@ -41,13 +41,14 @@ from ...weight_sync.worker.events import Broken, Opened, PushEvent, Reached
 from .. import protocol
 from ..monitoring.timings import Timings
 from ..protocol import State
+from .admission import Versions
 from .engine_thread import Run, ServedEngine
 from .ledger import Calls
 from .lifecycle import Lifecycle, Standing
 
 if TYPE_CHECKING:
     from ...weight_sync.payload.manifest import LentSource
-    from ...weight_sync.worker.assembly import Destination, StagingArea
+    from ...weight_sync.worker.assembly import AdapterDestination, Destination, StagingArea
     from ...weight_sync.worker.receiver import Receiver
 
 MARGIN_SECONDS = 5.0
@@ -55,6 +56,8 @@ MARGIN_SECONDS = 5.0
 more precise.
 """
 MOST_ABANDONED = 4
+NO_VERSION = -1
+"""The version of an adapter that is not loaded: smaller than any version."""
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +65,10 @@ log = logging.getLogger(__name__)
 class EngineHost(Protocol):
     """The interface that `Operations` needs from the worker."""
 
-    def command(self, command: Run, aborts: bool) -> None:
-        """Send the engine a command. `aborts`: whether the command aborts all requests in the engine."""
+    def command(self, command: Run, aborts: bool, adapter: str | None = None) -> None:
+        """Send the engine a command. `aborts`: whether the command aborts all requests in the engine, or all requests
+        of `adapter`.
+        """
         ...
 
     @property
@@ -93,6 +98,8 @@ class Operation:
     - `before`: called right before `action`, which runs between two steps.
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
       reply to the call.
+    - `adapter`: the named adapter whose requests `in_flight` is about; None for all requests. A drain waits for all
+      requests.
     - `opens_by`: for a push in place, the time by which the source must be open, in monotonic seconds. The
       operation waits until the source is open. `opens_by` is None if the operation does not wait for a source.
     """
@@ -107,6 +114,7 @@ class Operation:
     before: Callable[[], None] = lambda: None
     cancelled: Callable[[TruerollError], None] = lambda error: None
     opens_by: float | None = None
+    adapter: str | None = None
     started: float = field(default_factory=time.monotonic)
     run: Run | None = None
 
@@ -182,7 +190,7 @@ class Operations:
     def _run(self, operation: Operation) -> None:
         operation.before()
         operation.run = Run(lambda engine: operation.action(engine, operation.in_flight), hold=operation.then.is_held)
-        self._host.command(operation.run, aborts=operation.in_flight == "abort")
+        self._host.command(operation.run, operation.in_flight == "abort", operation.adapter)
 
     def cancel(self, error: TruerollError) -> None:
         """Cancel the current operation, and answer its call with an error.
@@ -233,7 +241,7 @@ class PushHost(Protocol):
         """Pass the event to `Pushes.handle_news`. May be called from any thread."""
         ...
 
-    def weight_version(self) -> int: ...
+    def versions(self) -> Versions: ...
 
 
 @dataclass(eq=False)
@@ -270,9 +278,12 @@ class PushNews:
 
 
 class Target(NamedTuple):
-    """The destination of pushes and its device. `gpu`: UUID of the device if the device is a GPU."""
+    """The destination of pushes and its device. `adapters`: the destination of named adapters, or None. `gpu`: UUID of
+    the device if the device is a GPU.
+    """
 
     weights: Destination
+    adapters: AdapterDestination | None
     device: str
     gpu: str | None
 
@@ -281,7 +292,8 @@ class Pushes:
     """Handles the push calls that `Control` has checked.
 
     `target`: destination of pushes; None until the model has loaded. `served`: id of the push that the served weights
-    come from; None if the weights come from the checkpoint or are lost.
+    come from; None if the weights come from the checkpoint or are lost. `served_adapters`: for each named adapter, the
+    id of the push that it comes from.
     """
 
     def __init__(
@@ -295,6 +307,7 @@ class Pushes:
     ) -> None:
         self.target: Target | None = None
         self.served: str | None = None
+        self.served_adapters: dict[str, str] = {}
         self._host, self._calls, self._lifecycle, self._operations = host, calls, lifecycle, operations
         self._timings, self._policy = timings, policy
         self._push: Push | None = None
@@ -342,7 +355,14 @@ class Pushes:
         """Begin a push, which replaces the current push. Raise TruerollError if the push is refused."""
         self._lifecycle.check_weights_awake(call.type)
         self._check_abandoned()
-        check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
+        if call.adapter is None:
+            self.check_no_adapters("push")
+            version = self._host.versions().base
+        else:
+            assert self.target is not None
+            _check_named(call, call.adapter, self.target.adapters, self._lifecycle.standing)
+            version = self._host.versions().adapters.get(call.adapter, NO_VERSION)
+        check_begin(call, self.weights.dtype, version, self._lifecycle.standing, self.served)
         if call.in_place:
             self._begin_in_place(call)
             return
@@ -351,6 +371,12 @@ class Pushes:
         if self._lifecycle.is_ending:
             raise ending()
         self._push = self._new_push(call)
+
+    def check_no_adapters(self, what: str) -> None:
+        """Raise IllegalStateError if a named adapter is loaded, because its base weights must not change."""
+        if names := list(self.served_adapters):
+            text = f"{what}: named adapters belong to the present weights ({', '.join(names[:5])!a:.300})"
+            raise IllegalStateError(f"{text}; unload the adapters first", value=len(names))
 
     def _begin_in_place(self, call: protocol.BeginPush) -> None:
         """Begin a push in place: first open the source of the push. Once the source is open, interrupt the engine,
@@ -398,12 +424,14 @@ class Pushes:
 
         assert self.target is not None
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
-        weights, device, _ = self.target
+        weights, named, device, _ = self.target
         is_whole = not self._lifecycle.standing.is_dirty
-        served = Served(self._host.weight_version(), self.served) if is_whole else None
-        receiver = Receiver(
-            call, weights, lambda event: self._host.publish_event(PushNews(push, event)), device, self._policy, served
-        )
+        served = Served(self._host.versions().base, self.served) if is_whole else None
+
+        def publish(event: PushEvent) -> None:
+            self._host.publish_event(PushNews(push, event))
+
+        receiver = Receiver(call, weights, publish, device, self._policy, served, named)
         push = Push(call, receiver)
         try:
             receiver.start()
@@ -432,25 +460,31 @@ class Pushes:
 
     def commit(self, call: protocol.CommitPush) -> None:
         """Commit the staged weights to the engine. Raise TruerollError if the push is not verified."""
-        if self._push is None and call.push_id == self.served:
+        if self._push is None and self._is_served(call.push_id):
             self._reply(call.id, call.push_id, "committed")
             return
         push = self._find(call.push_id)
         if push.staging is None:
             raise PushError("commit_push: the push was not verified; call verify_push first")
         self._lifecycle.check_weights_awake(call.type)
-        served = self._host.weight_version()
-        if push.begin.allow_older and push.begin.weight_version <= served:
+        begin, name, versions = push.begin, push.begin.adapter, self._host.versions()
+        if name is not None and call.in_flight == "keep":
+            raise _no_keeping()
+        served = versions.base if name is None else versions.adapters.get(name, NO_VERSION)
+        if begin.allow_older and begin.weight_version <= served:
             log.warning(
                 "push %s: version %d replaces version %d, because the trainer set allow_older; samples "
                 "from different weights may now have the same version",
                 call.push_id,
-                push.begin.weight_version,
+                begin.weight_version,
                 served,
             )
 
         def take(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
-            return engine.commit_weights(push.staging, push.begin.weight_version, in_flight)
+            if name is None:
+                return engine.commit_weights(push.staging, begin.weight_version, in_flight)
+            assert in_flight != "keep"
+            return engine.commit_adapter(push.staging, name, begin.weight_version, in_flight)
 
         then = self._lifecycle.standing.overwritten(is_whole=True)
         operation = Operation(
@@ -462,6 +496,7 @@ class Pushes:
             call.in_flight,
             call.timeout,
             cancelled=self.break_off,
+            adapter=name,
         )
         self._operations.begin(operation)
         push.is_committing = True
@@ -472,9 +507,13 @@ class Pushes:
     def _finish_commit(self, call: protocol.CommitPush, push: Push, seconds: float) -> None:
         self._timings.commit_pause.observe(seconds)
         self._timings.push.observe(time.monotonic() - push.receiver.progress.started)
-        push.staging = None
-        self._push, self.served = None, call.push_id
-        log.info("push %s: serving version %d", call.push_id, self._host.weight_version())
+        self._push, push.staging = None, None
+        if (name := push.begin.adapter) is None:
+            self.served = call.push_id
+        else:
+            self.served_adapters[name] = call.push_id
+        of_adapter = "" if name is None else f" of adapter {name!r}"
+        log.info("push %s: serving version %d%s", call.push_id, push.begin.weight_version, of_adapter)
         self._reply(call.id, call.push_id, "committed", seconds)
 
     def abort(self, call: protocol.AbortPush) -> None:
@@ -486,7 +525,10 @@ class Pushes:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
             raise ending()  # the trainer then treats this worker, and the memory that it was going to lend, as lost
-        self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
+        self._reply(call.id, call.push_id, "committed" if self._is_served(call.push_id) else "aborted")
+
+    def _is_served(self, push_id: str) -> bool:
+        return push_id == self.served or push_id in self.served_adapters.values()
 
     def break_off(self, error: TruerollError) -> None:
         """Drop the current push, if any, and answer its waiting calls with an error."""
@@ -580,7 +622,7 @@ class Pushes:
             push_id=push_id,
             phase=phase,
             state=self._lifecycle.state,
-            weight_version=self._host.weight_version(),
+            weight_version=self._host.versions().base,
             pause_seconds=pause_seconds,
             lent=lent,
         )
@@ -627,6 +669,35 @@ def check_begin(
             field="base",
             value=call.base,
         )
+
+
+def _check_named(call: protocol.BeginPush, name: str, adapters: AdapterDestination | None, standing: Standing) -> None:
+    """Raise PushError if a push of the named adapter `name` cannot succeed. `adapters`: where it would be received."""
+    if adapters is None:
+        text = "adapter: this worker has no memory for named adapters; start it with adapter_bytes"
+        raise PushError(text, field="adapter", value=name)
+    if (call.adapters is None) == (call.source.kind != "peft") or call.source.kind == "chain":
+        raise PushError(
+            "adapter: a push of a named adapter needs either adapters alone, or a folder in PEFT's format; push a PEFT "
+            "model with adapters=True",
+            field="adapter",
+            value=name,
+        )
+    if call.in_place or call.lends or call.base is not None:
+        text = "adapter: in_place, lends and base are not possible with a named adapter; push without them"
+        raise PushError(text, field="adapter", value=name)
+    if call.in_flight == "keep":
+        raise _no_keeping()
+    if standing.is_dirty:
+        raise OtherBaseError("begin_push: this worker has lost the adapter's base weights; push whole weights first")
+
+
+def _no_keeping() -> PushError:
+    return PushError(
+        "in_flight: keep is not possible with a named adapter; set in_flight to recompute, drain or abort",
+        field="in_flight",
+        value="keep",
+    )
 
 
 def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:

@@ -42,7 +42,7 @@ from ..monitoring.resident import ResidentMemory
 from ..monitoring.timings import Timings
 from ..network.keys import Role
 from ..network.router import Peer, Router
-from .admission import Conditions
+from .admission import Conditions, Versions
 from .book import RequestBook
 from .control import Control
 from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
@@ -79,7 +79,8 @@ class Vitals:
             state=lifecycle.state,
             instance=self.instance,
             seconds_since_progress=None if snapshot is None else time.monotonic() - snapshot.progress_at,
-            weight_version=None if snapshot is None else snapshot.weight_version,
+            weight_version=None if snapshot is None else snapshot.versions.base,
+            adapters={} if snapshot is None else dict(snapshot.versions.adapters),
             requests=requests,
             memory=self._memory(),
             limits=self._config.limits(),
@@ -101,17 +102,17 @@ class Vitals:
     def conditions(self) -> Conditions:
         """Return the conditions of the worker, which decide whether a new request is accepted."""
         lifecycle = self._control.lifecycle
-        return Conditions(lifecycle.state, lifecycle.is_ending, self._control.takes_requests, self.version)
+        return Conditions(lifecycle.state, lifecycle.is_ending, self._control.takes_requests, self.versions)
 
     @property
-    def version(self) -> int | None:
-        """Version of the engine's weights after the engine's last step or command.
+    def versions(self) -> Versions | None:
+        """Versions of the engine's weights after the engine's last step or command.
 
         None until `info` is set, so that the value cannot change from None to a version while a message is being
         handled.
         """
         snapshot = self._engine_thread.snapshot
-        return None if self.info is None or snapshot is None else snapshot.weight_version
+        return None if self.info is None or snapshot is None else snapshot.versions
 
     def close(self) -> None:
         """Stop measuring."""
@@ -522,13 +523,13 @@ class Worker:
         """Send a message to a client."""
         self._router.send(identity, protocol.encode(message))
 
-    def weight_version(self) -> int:
-        """Return the version of the engine's weights after the engine's last step or command.
+    def versions(self) -> Versions:
+        """Return the versions of the engine's weights after the engine's last step or command.
 
         The model must have loaded.
         """
-        assert self._vitals.version is not None
-        return self._vitals.version
+        assert self._vitals.versions is not None
+        return self._vitals.versions
 
     @property
     def instance(self) -> str:
@@ -579,7 +580,7 @@ class Worker:
         self._book.max_model_len, self._book.max_record_bytes = info["max_model_len"], info["max_record_bytes"]
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
-        self._control.finish_loading(loaded.weights, info["device"])
+        self._control.finish_loading(loaded.weights, loaded.adapters, info["device"])
         self._book.waiting_room.look_at_all()
         if self._control.lifecycle.is_ending:
             self._book.let_in_the_last()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trueroll.errors import PushError
 
@@ -25,7 +25,8 @@ class Adapted:
     """The `Parameters` of a push with adapters.
 
     An adapters-only push contains only the parameters that `Adapters.base` does not list. A push that is not
-    adapters-only contains all parameters. Each push with adapters also contains A and B for each adapted weight.
+    adapters-only contains all parameters. Each push with adapters also contains A and B for each adapted weight. A
+    saved adapter contains only A and B.
     """
 
     dtype: str
@@ -48,13 +49,23 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     if unknown := next((name for name in (*base, *adapted) if name not in wanted.shapes), None):
         raise PushError(describe_unknown(unknown, wanted))
     shapes = {name: shape for name, shape in wanted.shapes.items() if name not in base}
-    dtypes = dict(wanted.dtypes)
     if adapters.is_alone and (both := sorted(shapes.keys() & adapted)):
         raise PushError(
             f"adapters: {list_names(both)} have adapters, but adapters.base does not list these weights; push every "
             "tensor whole"
         )
+    factors = factors_alone(wanted, adapters)
+    parts = {} if adapters.is_alone else wanted.parts
+    return replace(factors, shapes=shapes | dict(factors.shapes), parts=parts, optional=wanted.optional)
+
+
+def factors_alone(wanted: Parameters, adapters: Adapters) -> Adapted:
+    """Return only A and B of each adapted weight. `wanted`, errors: as for `with_adapters`."""
+    shapes: dict[str, Shape] = {}
+    dtypes = dict(wanted.dtypes)
     for name, rank, _ in adapters.weights:
+        if name not in wanted.shapes:
+            raise PushError(describe_unknown(name, wanted))
         shape = wanted.shapes[name]
         if len(shape) != 2 or not name.endswith("weight"):
             raise PushError(
@@ -63,12 +74,25 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
         a, b = factor_names(name)
         shapes |= {a: (rank, shape[1]), b: (shape[0], rank)}
         dtypes |= dict.fromkeys((a, b), dtypes[name]) if name in dtypes else {}
-    found = sum(rank * sum(wanted.shapes[name]) for name, rank, _ in adapters.weights)
+    found = sum(map(math.prod, shapes.values()))
     most = MOST_OF_WEIGHTS * sum(map(math.prod, wanted.shapes.values()))
     if found > most:
         raise PushError(
             f"adapters: all matrices A and B together have {found} elements (limit {most}, {MOST_OF_WEIGHTS} times the "
             "elements of all weights); push the merged weights"
         )
-    parts = {} if adapters.is_alone else wanted.parts
-    return Adapted(wanted.dtype, dtypes, shapes, parts, wanted.tied, wanted.ignored, wanted.optional)
+    return Adapted(wanted.dtype, dtypes, shapes, {}, wanted.tied, wanted.ignored, ())
+
+
+def check_named(name: str, wanted: Adapted, adapters: Adapters) -> None:
+    """Raise PushError unless a push of the named adapter consists of A and B alone.
+
+    `wanted`: the tensors that the push must contain, as `with_adapters` returns them.
+    """
+    factors = {factor for weight, *_ in adapters.weights for factor in factor_names(weight)}
+    if not adapters.is_alone or (whole := sorted(wanted.shapes.keys() - factors)):
+        found = list_names(whole) if adapters.is_alone else "every tensor"
+        raise PushError(
+            f"adapter {name!r}: a named adapter has matrices A and B only, but the push has {found} whole; train no "
+            "modules_to_save, and push with adapters=True, or push without a name"
+        )

@@ -41,6 +41,8 @@ Checksum = Annotated[int, Field(ge=0, lt=2**64)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Shape: TypeAlias = Annotated[tuple[Count, ...], FailFast(), Field(min_length=1, max_length=8)]
 PushId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+AdapterName = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
+"""The name of a LoRA adapter that a worker serves beside its base weights."""
 Gpu = Annotated[str, Field(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 """The UUID of a GPU, the same in every process that uses it."""
 Kin = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -164,6 +166,16 @@ class DiskSource(_Part):
     folder: Annotated[str, Field(max_length=MAX_PATH_CHARS)]
 
 
+class PeftSource(_Part):
+    """A folder with a LoRA adapter in PEFT's format, readable on the worker's machine. It has no buckets.
+
+    Only a push with a named adapter can come from it. The folder does not say which base the adapter was trained on.
+    """
+
+    kind: Literal["peft"] = "peft"
+    folder: Annotated[str, Field(max_length=MAX_PATH_CHARS)]
+
+
 class ChainSource(_Part):
     """Folders of full checkpoints and deltas (`weight_sync.deltas`). `place`: the folder or the URL that contains these
     folders. The worker stages the version of the push. The source has no buckets.
@@ -192,7 +204,7 @@ class LentSource(_Part):
 
 
 Source: TypeAlias = Annotated[
-    CollectiveSource | RelaySource | SharedSource | CudaIpcSource | DiskSource | ChainSource | LentSource,
+    CollectiveSource | RelaySource | SharedSource | CudaIpcSource | DiskSource | PeftSource | ChainSource | LentSource,
     Field(discriminator="kind"),
 ]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...engine.request import InFlight
-from .manifest import Adapters, Bucket, Gpu, Kin, LentSource, PushId, Source, Version
+from .manifest import AdapterName, Adapters, Bucket, Gpu, Kin, LentSource, PushId, Source, Version
 
 MAX_ID_CHARS = 128
 
@@ -37,6 +37,9 @@ class BeginPush(Message):
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
     - `adapters`: the adapters that the worker adds to the weights of this push. In an adapters-only push, the adapters
       are added to the weights that the worker had before any adapter was added.
+    - `adapter`: the name under which the worker serves the adapters, beside its base weights. The push contains
+      adapters only, from any source, or comes from a folder in PEFT's format. `weight_version` is then the version of
+      this adapter. Requests choose the adapter by its name.
     - `allow_older`: accept a version that is not later than the served version.
     - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
       worker opens the push's source until the commit, the worker generates no tokens.
@@ -53,6 +56,7 @@ class BeginPush(Message):
     weight_version: Version
     base: PushId | None = None
     adapters: Adapters | None = None
+    adapter: AdapterName | None = None
     allow_older: bool = False
     dtype: DtypeName
     source: Source
@@ -66,7 +70,7 @@ class BeginPush(Message):
     @property
     def is_whole(self) -> bool:
         """Return whether the push sends every tensor whole, without adapters."""
-        return self.base is None and self.adapters is None
+        return self.base is None and self.adapters is None and self.adapter is None
 
 
 class StageBucket(Message):
@@ -131,6 +135,7 @@ class Weights(Message):
       omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps its
       current values of these parameters.
     - `renamed`, `respelled`, `left_out`: how the trainer's names become the names in `shapes` (`spellings.own_name`).
+    - `adapters`: the version of each named adapter that the worker serves.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
     - `kin`: a value that is equal for workers that may share the memory of their weights; None if this worker cannot
@@ -151,6 +156,7 @@ class Weights(Message):
     respelled: dict[str, str] = {}
     left_out: tuple[str, ...] = ()
     weight_version: Count
+    adapters: dict[str, Count] = {}
     push_id: PushId | None
     gpu: Gpu | None
     kin: Kin | None
@@ -160,9 +166,9 @@ class Weights(Message):
 class PushStatus(Message):
     """Reply to begin_push, stage_bucket, verify_push, commit_push and abort_push: the phase of the push.
 
-    `state`, `weight_version`: the worker's state, and the version of its weights. `pause_seconds`: how long the commit
-    prevented the engine from running steps; None before the commit. `lent`: the memory that the worker lends, once it
-    has verified a push with `lends`.
+    `state`, `weight_version`: the worker's state, and the version of its base weights. `pause_seconds`: how long the
+    commit prevented the engine from running steps; None before the commit. `lent`: the memory that the worker lends,
+    once it has verified a push with `lends`.
     """
 
     type: Literal["push_status"] = "push_status"

@@ -300,8 +300,10 @@ class WeightSender:
         version: int,
         allow_older: bool,
         adapters: TrainerAdapters | None,
+        adapter: str | None = None,
     ) -> PushResult:
-        """Push the tensors to these workers. If `adapters` is given, push only `adapters.sent`.
+        """Push the tensors to these workers. If `adapters` is given, push only `adapters.sent`. `adapter`: the name
+        under which the workers serve the adapters beside their base weights, or None.
 
         `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push. If `adapters` is
         given, the iterator yields the tensors of `adapters.tensors`. Raise PushError if the push fails.
@@ -311,7 +313,13 @@ class WeightSender:
         borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
         are_independent = self._transport not in FAIL_TOGETHER
         transaction = Transaction(
-            workers, self._settings, version, allow_older, borrowers=borrowers, are_independent=are_independent
+            workers,
+            self._settings,
+            version,
+            allow_older,
+            borrowers=borrowers,
+            are_independent=are_independent,
+            adapter=adapter,
         )
         common = _common(workers, replies)
         rename = partial(own_name, names=common)

@@ -65,10 +65,11 @@ class PushSettings:
 class Transaction:
     """A push of version `version` to `workers`.
 
-    `allow_older`: push even if `version` is not later than the version of a worker. `borrowers`: maps the position of
-    each borrower to the position of its lender. A borrower gets no buckets; it maps the lender's memory once the lender
-    has verified. `are_independent`: whether the transport still reaches the other workers after one worker is lost. If
-    workers may be lost, the push then continues without a lost worker. `seconds`: duration of each phase.
+    `adapter`: the name of the adapter that is pushed; None for the base weights. `allow_older`: push even if `version`
+    is not later than the version of a worker. `borrowers`: maps the position of each borrower to the position of its
+    lender. A borrower gets no buckets; it maps the lender's memory once the lender has verified. `are_independent`:
+    whether the transport still reaches the other workers after one worker is lost. If workers may be lost, the push
+    then continues without a lost worker. `seconds`: duration of each phase.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Transaction:
         push_id: str | None = None,
         borrowers: Mapping[int, int] | None = None,
         are_independent: bool = False,
+        adapter: str | None = None,
     ) -> None:
+        self._adapter = adapter
         self.push_id = push_id or new_id()
         self.version = version
         self.allow_older = allow_older
@@ -156,6 +159,7 @@ class Transaction:
             weight_version=self.version,
             base=base,
             adapters=adapters,
+            adapter=self._adapter,
             allow_older=self.allow_older,
             dtype=dtype,
             source=source,

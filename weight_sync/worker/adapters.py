@@ -19,12 +19,17 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingArea, guarded: Guard) -> None:
-    """Make `staging` expect adapters. Raise OtherBaseError if `adapters.base` differs from `weights` in any bit."""
+    """Make `staging` expect adapters. Raise OtherBaseError if `adapters.base` differs from `weights` in any bit, and
+    PushError if the staging has no place for the adapters.
+    """
     if adapters.base is not None:
         _check_base(dict(adapters.base), weights, guarded)
     factors = {name: (*factor_names(name), rank, scale) for name, rank, scale in adapters.weights}
     with guarded():
-        staging.adapt(factors, adapters.is_alone)
+        try:
+            staging.adapt(factors, adapters.is_alone)
+        except ValueError as error:
+            raise PushError(str(error)) from None
 
 
 def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard) -> None:

@@ -84,6 +84,14 @@ class KeptBase(Protocol):
     def checksums(self) -> dict[str, int]: ...
 
 
+class AdapterDestination(Protocol):
+    """Where a worker receives named adapters."""
+
+    def new_staging(self, name: str) -> StagingArea:
+        """Return a staging area for the matrices A and B of an adapter."""
+        ...
+
+
 class LendableStagingArea(StagingArea, Protocol):
     """A staging area that other workers can map once it is complete. `has_optional`: whether optional parameters are
     staged.

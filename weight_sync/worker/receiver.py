@@ -38,9 +38,10 @@ from ...kernels.transfer import stream_beside, wait_for_stream
 from ..deltas.chain import Served
 from ..deltas.places import place_for_worker
 from ..deltas.reader import ChainReader
-from ..payload.adapters import with_adapters
+from ..payload.adapters import check_named, with_adapters
 from ..payload.manifest import (
     MOST_UNDER_WAY,
+    Adapters,
     Bucket,
     ChainSource,
     CollectiveSource,
@@ -48,6 +49,7 @@ from ..payload.manifest import (
     DiskSource,
     LentSource,
     Parameters,
+    PeftSource,
     RelaySource,
     SharedSource,
     own_dtypes,
@@ -60,17 +62,20 @@ from ..transports.cuda_ipc import CudaIpcReader
 from ..transports.disk import FolderReader
 from ..transports.ends import Reader
 from ..transports.gloo_reader import GlooReader
+from ..transports.peft_folder import PeftFolder
 from ..transports.policy import PushPolicy
 from ..transports.relay_reader import RelayReader
 from ..transports.shared import SharedReader
 from .adapters import begin_adapters, merge_adapters
-from .assembly import Assembly, Destination, LendableStagingArea, StagingArea, content_of
+from .assembly import AdapterDestination, Assembly, Destination, LendableStagingArea, StagingArea, content_of
 from .events import Broken, Opened, Progress, PushEvent, Reached
 
 log = logging.getLogger(__name__)
 
 Call: TypeAlias = StageBucket | VerifyPush
-_ReadSource: TypeAlias = CollectiveSource | RelaySource | SharedSource | CudaIpcSource | DiskSource | ChainSource
+_ReadSource: TypeAlias = (
+    CollectiveSource | RelaySource | SharedSource | CudaIpcSource | DiskSource | PeftSource | ChainSource
+)
 
 
 def begin_seconds(begin: BeginPush) -> float:
@@ -250,6 +255,7 @@ class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
     `served`: the weights that a chain of deltas may begin with; None if the worker serves no complete weights.
+    `named`: where named adapters are received; None if the worker serves none.
     `publish`: the function that the receiver calls with each event, on the receiver's thread. `progress` may be read at
     any time. `staging` may be read once the push is verified. After verification, do not call `take` again: the worker
     takes the staging for the commit, and calls `close`.
@@ -263,12 +269,13 @@ class Receiver(threading.Thread):
         device: str,
         policy: PushPolicy,
         served: Served | None = None,
+        named: AdapterDestination | None = None,
     ) -> None:
         super().__init__(name=f"push-{begin.push_id[:8]}", daemon=True)
         self.progress = Progress("begun", 0, time.monotonic())
         self.staging: StagingArea | None = None
         self._begin, self._weights, self._policy, self._served = begin, weights, policy, served
-        self._publish = publish
+        self._publish, self._named = publish, named
         self._calls = CallQueue(begin)
         self._writing = Writing(torch.device(device))
 
@@ -315,23 +322,16 @@ class Receiver(threading.Thread):
             self._publish(Broken(error))
 
     def _receive(self, source: _ReadSource) -> None:
-        begin = self._begin
-        wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
-        device, writing = self._writing.device, self._writing
-        if isinstance(source, ChainSource):
-            place = place_for_worker(source.place, self._policy)
-            told = begin.weight_version, self._weights, self._served, self._served_bytes, begin.push_id
-            reader: Reader = ChainReader(place, *told)
-        else:
-            reader = _open_source(begin, source, wanted, device, self._policy, lambda: writing.is_closed)
+        begin, writing = self._begin, self._writing
+        reader, adapters, wanted = self._open(source)
         lendable: LendableStagingArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
             if begin.in_place:
                 self._wait_to_overwrite()
-            staging = self.staging = lendable or self._weights.new_staging(begin.in_place)
-            if begin.adapters is not None:
-                begin_adapters(begin.adapters, self._weights, staging, self._writing.guarded)
+            staging = self.staging = lendable or self._new_staging()
+            if adapters is not None:
+                begin_adapters(adapters, self._weights, staging, writing.guarded)
             assembly = Assembly(wanted, staging, begin.base is not None, begin.reject_nonfinite)
             self._answer(begin.id, "begun")
             most = source.num_slots if isinstance(source, RelaySource) else MOST_UNDER_WAY
@@ -340,7 +340,7 @@ class Receiver(threading.Thread):
             if verify is None:
                 return
             intake.finish(verify.num_buckets)
-            if begin.adapters is not None:
+            if adapters is not None:
                 merge_adapters(staging, begin.reject_nonfinite, self._writing.guarded)
             self._advance("verified", 0)
             reader.close()  # must happen before the trainer frees the source
@@ -350,6 +350,32 @@ class Receiver(threading.Thread):
             if lendable is not None:
                 lendable.withdraw()  # no worker may borrow from a push that is over
             reader.close()
+
+    def _open(self, source: _ReadSource) -> tuple[Reader, Adapters | None, Parameters]:
+        """Open the source. Return its reader, the adapters of the push, and the tensors that the push must contain."""
+        begin, weights, policy, writing = self._begin, self._weights, self._policy, self._writing
+        match source:
+            case PeftSource():
+                folder = PeftFolder(source.folder, weights, policy)
+                return folder, folder.adapters, folder.wanted
+            case ChainSource():
+                place = place_for_worker(source.place, policy)
+                told = begin.weight_version, weights, self._served, self._served_bytes, begin.push_id
+                return ChainReader(place, *told), None, weights
+            case _:
+                wanted: Parameters = weights
+                if begin.adapters is not None:
+                    wanted = found = with_adapters(weights, begin.adapters)
+                    if begin.adapter is not None:
+                        check_named(begin.adapter, found, begin.adapters)
+                reader = _open_source(begin, source, wanted, writing.device, policy, lambda: writing.is_closed)
+                return reader, begin.adapters, wanted
+
+    def _new_staging(self) -> StagingArea:
+        if (name := self._begin.adapter) is None:
+            return self._weights.new_staging(self._begin.in_place)
+        assert self._named is not None, "`begin_push` is refused if the worker serves no named adapters"
+        return self._named.new_staging(name)
 
     def _served_bytes(self, name: str) -> np.ndarray:
         """Return a copy of the bytes of a served parameter or part."""

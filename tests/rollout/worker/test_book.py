@@ -14,14 +14,15 @@ from trueroll.errors import InvalidRequestError, WorkerFailedError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.network.router import Outboxes
-from trueroll.rollout.worker.admission import Conditions
+from trueroll.rollout.worker.admission import Conditions, Versions
 from trueroll.rollout.worker.book import RequestBook
 from trueroll.rollout.worker.engine_thread import Add, Command, End, Ended
 from trueroll.rollout.worker.grammars import Preparation
 
 TOKENS = bytes(4 * 5)
-READY = Conditions("ready", False, True, 3)
-PAUSED = Conditions("paused", False, False, 3)
+VERSIONS = Versions(3, {})
+READY = Conditions("ready", False, True, VERSIONS)
+PAUSED = Conditions("paused", False, False, VERSIONS)
 MESSAGES: dict[str, Any] = {
     "score": protocol.GetScores(
         id="r", token_ids=TOKENS, distribution=Distribution(), min_weight_version=9, wait_for_weights=True
@@ -114,7 +115,7 @@ def test_the_failure_of_all_requests_reaches_each_client_even_if_one_is_dropped_
         desk.book.submit(identity, None, request(identity.decode(), while_connected=True))
     desk.socket.full = {b"A", b"B"}
     desk.fill(b"B", room=100)
-    desk.conditions = Conditions("failed", False, False, 3)
+    desk.conditions = Conditions("failed", False, False, VERSIONS)
     desk.book.fail_all(WorkerFailedError("engine failed"))
     assert desk.outboxes.is_dropped(b"B"), "premise"
     desk.outboxes.report_lost()
