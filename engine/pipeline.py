@@ -269,7 +269,8 @@ class Pipeline:
             chunks = drafting.extend(chunks, self._scheduler)
         if self._grammars.is_used:
             chunks = self._masked(chunks)
-        turn = [self._launch(part, started) for part in _by_adapter(chunks)]
+        parts = _by_adapter(chunks) if self._executor.adapters else [chunks] * bool(len(chunks))
+        turn = [self._launch(part, started) for part in parts]
         self._encode(all_layers=not turn and not num_before)
         if not turn or runs_ahead or num_before + 1 == self._scheduler.num_steps:
             outputs += self._settle_next()
@@ -325,10 +326,12 @@ class Pipeline:
     def _settle_next(self) -> list[Output]:
         """Wait for the steps of the oldest turn in flight, if there is one, and return their outputs."""
         turn = self._queued.popleft() if self._queued else []
-        return [output for queued in turn for output in self._settle(queued)]
+        return [output for queued in turn for output in self._settle(queued, is_alone=len(turn) == 1)]
 
-    def _settle(self, queued: _QueuedStep) -> list[Output]:
-        """Wait for a step, and return its outputs."""
+    def _settle(self, queued: _QueuedStep, is_alone: bool) -> list[Output]:
+        """Wait for a step, and return its outputs. `is_alone`: whether its turn has no other step. The time of other
+        steps is not recorded, because it includes the time of the whole turn.
+        """
         results = queued.computation.wait()
         kept = queued.chunks
         drawn, ended = results.drawn, list[tuple[int, FinishReason]]()
@@ -339,7 +342,7 @@ class Pipeline:
         if results.expert_tokens:
             self.experts.record(queued.chunks, kept.ends, results.routes, results.expert_tokens)
         self._scheduler.publish(kept)
-        if self._drafting is not None:
+        if self._drafting is not None and is_alone:
             rows = int((queued.chunks.ends - queued.chunks.starts).sum())
             self._drafting.costs.record(rows, queued.started, time.monotonic())
         outputs = [self._end(queued.takers, owner, reason) for owner, reason in ended]
@@ -516,6 +519,6 @@ def _by_adapter(chunks: Chunks) -> list[Chunks]:
     places: dict[Adapter | None, list[int]] = {}
     for i, sequence in enumerate(chunks.sequences):
         places.setdefault(sequence.chain.adapter, []).append(i)
-    if len(places) <= 1:
-        return [chunks] if len(chunks) else []
+    if len(places) == 1:
+        return [chunks]
     return [chunks.take(np.array(own, np.int64)) for own in places.values()]

@@ -157,13 +157,13 @@ class AdapterStore:
 
     def new_staging(self, name: str) -> AdapterStaging:
         """Return a staging for the adapter `name`. May be called, and the staging be filled, on a second thread while
-        no adapter is loaded or removed.
+        no adapter is loaded. Adapters may be removed meanwhile.
         """
         return AdapterStaging(self._store, partial(self.check, name))
 
     def check(self, name: str, staging: AdapterStaging) -> None:
         """Raise ValueError unless the budget has room for the staged adapter, beside A and B of all others."""
-        others = [each for each in self._loaded.values() if each.adapter.name != name]
+        others = [each for each in list(self._loaded.values()) if each.adapter.name != name]
         of_others = sum(each.num_bytes for each in others)
         largest = max(self._merged_bytes(staging.factors), *(each.merged_bytes for each in others), 0)
         needed = of_others + staging.num_bytes + largest

@@ -106,6 +106,8 @@ def _what_would_fit(asked: _Asked) -> str:
     parts = f"{asked.weights / GIB:.1f} of weights, {asked.scratch / GIB:.1f} of the largest step"
     if asked.config.encoded_bytes:
         parts += f", {asked.config.encoded_bytes / GIB:.1f} of encoded images"
+    if asked.config.adapter_bytes:
+        parts += f", {asked.config.adapter_bytes / GIB:.1f} of named adapters"
     if asked.sizes.state:
         parts += f" and {asked.sizes.state / GIB:.2f} of states for each of {asked.config.max_num_seqs} samples"
     proposals = " or ".join(_proposals(asked)) or f"a smaller model ({_MOST_GIB} GiB is not enough either)"
@@ -152,8 +154,11 @@ def _buckets(plan: MemoryPlan, asked: _Asked, memory: int) -> Table:
         _add(table, "checkpoints", plan.checkpoints, sizes.state, f"one every {plan.state_interval:,} tokens")
     if images := asked.config.encoded_bytes:
         _add(table, "encoded images", 1, images, "at most")
+    if adapters := asked.config.adapter_bytes:
+        _add(table, "named adapters", 1, adapters, "at most")
     _add(table, "scratch", 1, asked.scratch, "the largest step")
-    _add(table, "left", 1, memory - asked.weights - images - asked.scratch - plan.kv_bytes - plan.state_bytes, "")
+    used = asked.weights + images + adapters + asked.scratch + plan.kv_bytes + plan.state_bytes
+    _add(table, "left", 1, memory - used, "")
     return table
 
 
