@@ -502,9 +502,8 @@ def cases(rank: int, settings: dict[str, Any]) -> Iterator[tuple[str, Callable[[
     folders, address = settings["folders"], settings["address"]
     for name in WRAPPERS:
         yield name, partial(compare, name, folders["llama"], rank)
-    for family, folder in folders.items():
-        if family != "llama":
-            yield family, partial(compare_family, family, folder, rank)
+    for family in settings["others"]:
+        yield family, partial(compare_family, family, folders[family], rank)
     for i, name in enumerate(("fsdp", "fsdp offloaded", "ddp autocast")):
         pushing = partial(train_and_push, name, folders["llama"], rank, address)
         yield f"{name}, pushed", partial(pushing, 10 * i)
