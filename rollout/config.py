@@ -43,6 +43,8 @@ class WorkerConfig(BaseModel):
       draining, asleep, waking, updating or dirty
     - `metrics_port`: port on 127.0.0.1 that serves `/metrics` and `/healthz`; None: no port
     - `push_folder`, `push_hosts`, `push_urls`: see `PushPolicy`
+    - `save_folder`: folder in which the worker saves the weights of the last push, to serve them after a restart; None:
+      pushed weights are not saved
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -67,6 +69,7 @@ class WorkerConfig(BaseModel):
     push_folder: str | None = None
     push_hosts: list[str] = []
     push_urls: list[str] = []
+    save_folder: str | None = None
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from trueroll.engine.request import (
     WeightSpan,
     derive_seed,
 )
+from trueroll.engine.running.weights import AdapterBase
 from trueroll.engine.stats import DraftStats, PoolStats
 from trueroll.errors import InvalidRequestError, UnknownRequestError
 from trueroll.weight_sync.payload.manifest import checksum
@@ -177,6 +178,9 @@ class FakeStaging:
     def merge(self, name: str) -> bool:
         raise NotImplementedError("FakeStaging has no adapters")
 
+    def keep_base(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        raise NotImplementedError("FakeStaging has no adapters")
+
 
 class FakeWeights:
     """The target of pushes, initially zeros. `live`: the tensors after the last commit."""
@@ -201,14 +205,11 @@ class FakeWeights:
         self.renamed: dict[str, str] = {}
         self.respelled: dict[str, str] = {}
         self.left_out: tuple[str, ...] = ()
+        self.base = AdapterBase()
         self.live = {
             name: torch.zeros(shape, dtype=getattr(torch, self.dtypes.get(name, dtype)))
             for name, shape in shapes.items()
         }
-
-    @property
-    def base(self) -> Never:
-        raise NotImplementedError("FakeWeights has no adapters")
 
     def new_staging(self, in_place: bool) -> FakeStaging:
         return FakeStaging(self.live, in_place)
@@ -227,6 +228,9 @@ class FakeWeights:
 
     def served(self, name: str) -> torch.Tensor:
         return self.live[name]
+
+    def served_rows(self, name: str, start: int, length: int) -> torch.Tensor:
+        return self.live[name].narrow(0, start, length)
 
     def before_adapters(self, name: str) -> torch.Tensor:
         raise NotImplementedError("FakeWeights has no adapters")

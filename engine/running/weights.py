@@ -269,6 +269,13 @@ class WeightStore:
         is_part = name not in self.tensors
         return (self.rows(self.tensors, name) if is_part else self.tensors[name]).to_dense()
 
+    def served_rows(self, name: str, start: int, length: int) -> Tensor:
+        """Return rows [start, start + length) of a live parameter as a dense tensor, which may share memory with the
+        live weights. For a matrix, `start` must be a multiple of 16. `length` must also be a multiple of 16, unless the
+        rows include the last row. Each row of a stack is the matrix of one expert.
+        """
+        return self.rows(self.tensors, name, start, length).to_dense()
+
     def before_adapters(self, name: str) -> Tensor:
         """Return a dense copy of a parameter's base value, without adapters. The live weights must be complete."""
         if (kept := self.base.kept.get(name)) is not None:
@@ -405,6 +412,13 @@ class WeightStaging:
             return True
         out = store.rows(self.tensors, name) if is_staged else self.rows(name, 0, store.shape(name)[0])
         return store.model.ops.merge_into(out, plain, *factors)
+
+    def keep_base(self, tensors: Mapping[str, Tensor]) -> None:
+        """Record that the staged rows have merged adapters. `tensors`: the dense base values of the parameters that the
+        adapters changed. The staging keeps these tensors, which must not change.
+        """
+        self.base = AdapterBase(kept=dict(tensors))
+        self._others_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def rows(self, name: str, start: int, length: int) -> Weight:
         """Return rows [start, start + length) of a parameter or a part.

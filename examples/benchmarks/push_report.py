@@ -2,13 +2,13 @@
 
 The report pushes a model's own weights to a worker process over each transport, once while the worker is idle and once
 while the worker generates. The times are compared with plain memory copies of the same size. The report also measures
-pushes after one optimizer step, deltas over several optimizer steps, pushes of LoRA adapters, sleeping, and waking up.
-The worker checks every byte that it
-receives, and commits between two steps.
+pushes after one optimizer step, deltas over several optimizer steps, pushes of LoRA adapters, sleeping, waking up, and
+saving weights in the background. The worker checks every byte that it receives, and commits between two steps.
 """
 
 import itertools
 import os
+import secrets
 import statistics
 import sys
 import tempfile
@@ -29,6 +29,9 @@ from rich.table import Table
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.request import GenerateRequest, derive_seed
 from trueroll.rollout import (
     PushResult,
     RolloutClient,
@@ -39,10 +42,13 @@ from trueroll.rollout import (
     resolve_model,
 )
 from trueroll.weight_sync.deltas.writer import DELTA_FILE
+from trueroll.weight_sync.worker.saved_folder import SavedFolder
+from trueroll.weight_sync.worker.saver import Saver
 
 REPEATS = 9
 STEPS = 10
 CYCLES = 10
+WINDOWS, WINDOW_STEPS = 20, 10
 KV_MEMORY = 256 * 2**20
 PROMPTS = 64
 PROMPT_TOKENS = 128
@@ -301,10 +307,71 @@ def report_sleep(console: Console, worker: WorkerProcess, client: RolloutClient,
     )
 
 
+def write_seconds(saver: Saver) -> float:
+    """Save the weights once, and return the seconds until they are saved."""
+    start = time.perf_counter()
+    saver.save(secrets.token_hex(16), next(VERSIONS))
+    while saver.state.is_writing:
+        time.sleep(0.001)
+    return time.perf_counter() - start
+
+
+def interrupt_seconds(saver: Saver) -> float:
+    """Interrupt a write, and return the seconds for which a commit would wait."""
+    saver.save(secrets.token_hex(16), next(VERSIONS))
+    time.sleep(0.05)
+    start = time.perf_counter()
+    saver.interrupt()
+    seconds = time.perf_counter() - start
+    while saver.state.is_writing:
+        time.sleep(0.001)
+    return seconds
+
+
+def steps_per_second(engine: Engine, saver: Saver, saves: bool) -> float:
+    """Run decode steps. `saves`: save the weights all the time."""
+    start = time.perf_counter()
+    for _ in range(WINDOW_STEPS):
+        if saves and not saver.state.is_writing:
+            saver.save(secrets.token_hex(16), next(VERSIONS))
+        engine.step()
+    return WINDOW_STEPS / (time.perf_counter() - start)
+
+
+def report_saving(console: Console, model: str) -> None:
+    engine = Engine(EngineConfig(model=model, kv_memory=KV_MEMORY))
+    params = SamplingParams(max_tokens=2 * WINDOWS * WINDOW_STEPS + 100, ignore_eos=True)
+    for number in range(PROMPTS // 4):
+        prompt = np.arange(3, 35, dtype=np.int32)
+        seed = derive_seed(0, number)
+        engine.add(GenerateRequest(str(number), prompt, SamplingParams(**params.model_dump() | {"seed": seed})))
+    with tempfile.TemporaryDirectory() as folder:
+        saver = Saver(SavedFolder(folder), engine.weights, model, "cpu", lambda: None)
+        saver.start()
+        idle = statistics.median(write_seconds(saver) for _ in range(REPEATS))
+        waits = [interrupt_seconds(saver) for _ in range(REPEATS)]
+        steps_per_second(engine, saver, saves=True)
+        shares = []
+        for _ in range(WINDOWS):
+            alone = steps_per_second(engine, saver, saves=False)
+            shares.append(steps_per_second(engine, saver, saves=True) / alone)
+            saver.interrupt()
+            while saver.state.is_writing:
+                time.sleep(0.001)
+        saver.close()
+        saver.join()
+    console.print(
+        f"saving: {engine.weights.num_bytes / 1e6:.0f} MB in {idle:.2f} s while idle; a commit waits "
+        f"{statistics.median(waits) * 1e3:.1f} ms, at most {max(waits) * 1e3:.1f} ms; while saving, decoding has "
+        f"{statistics.median(shares):.2f} of its speed"
+    )
+
+
 def main(model: str) -> None:
     console = Console(width=120)
     weights = read_weights(resolve_model(model))
     console.print(f"{model}, {os.cpu_count()} CPUs, medians of {REPEATS}")
+    report_saving(console, model)
     with launch_worker(model, kv_memory=KV_MEMORY) as worker, RolloutClient(worker.address) as client:
         report_transports(console, worker, client, weights)
         report_sparse(console, worker, weights)

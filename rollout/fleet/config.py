@@ -73,6 +73,12 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
         raise ConfigError(
             f"address: a fleet gives each worker its own address (got {worker.address!r}); remove the setting address"
         )
+    if worker.save_folder is not None:
+        raise ConfigError(
+            "save_folder: a fleet gives a restarted worker the weights of another worker, or of the last push by disk "
+            f"(got {worker.save_folder!r}); remove the setting save_folder, and push by disk to survive a restart of "
+            "the whole fleet"
+        )
     engine = EngineConfig(model=fleet.model, **{name: settings[name] for name in of_engine & settings.keys()})
     return fleet, worker, engine
 

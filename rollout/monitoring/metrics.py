@@ -264,9 +264,21 @@ def _state_metrics(health: protocol.Health) -> Iterator[Metric]:
     if health.weight_version is not None:
         text = "Version of the served weights."
         yield GaugeMetricFamily("trueroll_weight_version", text, value=health.weight_version)
+    if health.saved is not None:
+        yield from _saved_metrics(health.saved)
     if (seconds := health.seconds_since_progress) is not None:
         text = "Seconds since the engine last made progress."
         yield GaugeMetricFamily("trueroll_since_progress_seconds", text, value=seconds)
+
+
+def _saved_metrics(saved: protocol.SavedWeights) -> Iterator[Metric]:
+    text = "Version of the saved weights; 0: none are saved."
+    yield GaugeMetricFamily("trueroll_saved_version", text, value=saved.weight_version or 0)
+    text = "1 if the last attempt to save weights has failed, else 0."
+    yield GaugeMetricFamily("trueroll_save_failing", text, value=bool(saved.error))
+    saves = CounterMetricFamily("trueroll_saves", "Attempts to save weights, by outcome.", labels=["outcome"])
+    outcomes = {"saved": saved.num_saved, "interrupted": saved.num_interrupted, "failed": saved.num_failed}
+    yield _fill(saves, outcomes)
 
 
 def _load_metrics(health: protocol.Health) -> Iterator[Metric]:

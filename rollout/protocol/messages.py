@@ -466,6 +466,25 @@ class Status(Message):
     weight_version: Count
 
 
+class SavedWeights(Message):
+    """The weights in the worker's `save_folder`.
+
+    - `weight_version`, `push_id`: the saved push, which the worker serves after a restart; None if nothing is saved
+    - `is_writing`: whether weights are being written, or are about to be
+    - `num_saved`, `num_interrupted`, `num_failed`: numbers of writes since the start. A write is interrupted if the
+      weights change or are released while they are read
+    - `error`: why the last write failed, until a write succeeds; otherwise empty
+    """
+
+    weight_version: Count | None
+    push_id: PushId | None
+    is_writing: bool
+    num_saved: Count
+    num_interrupted: Count
+    num_failed: Count
+    error: str
+
+
 class Health(Message):
     """The worker's state.
 
@@ -481,6 +500,7 @@ class Health(Message):
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
     - `sleeping`: tags of the memory that `sleep` has released
     - `push`: the push in progress, if any
+    - `saved`: the saved weights; None without `save_folder`, and while loading
     """
 
     type: Literal["health"] = "health"
@@ -496,6 +516,7 @@ class Health(Message):
     engine: dict[str, Any] | None
     sleeping: tuple[Tag, ...] = ()
     push: PushProgress | None = None
+    saved: SavedWeights | None = None
 
 
 class Stats(Message):

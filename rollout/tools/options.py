@@ -104,6 +104,7 @@ WORKER: Table = {
     "Weight pushes": {
         "push_folder": "Accept pushes by disk from inside this folder. Default: only from this user's own folders.",
         "push_hosts": "A host or network beyond loopback for pushes over the network. Can be given several times.",
+        "save_folder": "Save the weights of the last push in this folder, and serve them after a restart.",
         "push_urls": "A URL of chains of deltas that may be read, such as s3://bucket/run. Can be given several times.",
     },
 }

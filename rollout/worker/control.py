@@ -26,6 +26,7 @@ from .engine_thread import Ran, ServedEngine
 from .ledger import Calls
 from .lifecycle import Lifecycle
 from .pushes import EngineHost, Operation, Operations, Pushes, PushHost, Target, aborted, ending, is_of_push
+from .saving import Saving
 
 if TYPE_CHECKING:
     from ...weight_sync.worker.assembly import AdapterDestination, Destination
@@ -57,10 +58,13 @@ _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPus
 class Control:
     """Handles control calls (`handle`). Call `follow` after every event and at `deadline`."""
 
-    def __init__(self, host: Host, requests: Requests, calls: Calls, timings: Timings, policy: PushPolicy) -> None:
+    def __init__(
+        self, host: Host, requests: Requests, calls: Calls, timings: Timings, policy: PushPolicy, saving: Saving
+    ) -> None:
         self.lifecycle = Lifecycle()
+        self._saving = saving
         self._operations = Operations(requests, self.lifecycle, calls.refuse)
-        self.pushes = Pushes(host, calls, self.lifecycle, self._operations, timings, policy)
+        self.pushes = Pushes(host, calls, self.lifecycle, self._operations, timings, policy, saving.interrupt)
         self._host, self._requests, self._calls = host, requests, calls
         self._timings, self._policy = timings, policy
         self._waiting: deque[protocol.LifecycleCall | protocol.PushCall] = deque()
@@ -80,6 +84,7 @@ class Control:
         from ...weight_sync.transports.gpu import gpu_of
 
         self.pushes.target = Target(weights, adapters, device, gpu_of(device))
+        self.pushes.served = self._saving.restored
         self.lifecycle.finish_loading()
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
@@ -123,6 +128,8 @@ class Control:
         while self._waiting and self._operations.current is None:
             self._try(self._waiting.popleft())
             self._requests.admit()  # so that a later call, such as a drain, covers earlier requests
+        if self._operations.current is None and self.pushes.target is not None:
+            self._saving.follow(self.pushes.served, self._host.versions().base, self.lifecycle.standing)
 
     def handle_ran(self, event: Ran) -> None:
         """Record that the engine has finished the action of the current operation."""
@@ -205,6 +212,8 @@ class Control:
 
         def sleep(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
             assert in_flight != "keep"
+            if "weights" in call.tags:
+                self._saving.interrupt()
             return engine.sleep(call.level, call.tags, in_flight)
 
         def before() -> None:

@@ -293,7 +293,7 @@ class Pushes:
 
     `target`: destination of pushes; None until the model has loaded. `served`: id of the push that the served weights
     come from; None if the weights come from the checkpoint or are lost. `served_adapters`: for each named adapter, the
-    id of the push that it comes from.
+    id of the push that it comes from. `before_change`: called on any thread before the live weights change.
     """
 
     def __init__(
@@ -304,12 +304,13 @@ class Pushes:
         operations: Operations,
         timings: Timings,
         policy: PushPolicy,
+        before_change: Callable[[], None],
     ) -> None:
         self.target: Target | None = None
         self.served: str | None = None
         self.served_adapters: dict[str, str] = {}
         self._host, self._calls, self._lifecycle, self._operations = host, calls, lifecycle, operations
-        self._timings, self._policy = timings, policy
+        self._timings, self._policy, self._before_change = timings, policy, before_change
         self._push: Push | None = None
         self._abandoned: list[Receiver] = []
         """Receivers that had not responded when their push was dropped."""
@@ -415,6 +416,7 @@ class Pushes:
             return
         push.expect(push.begin.id, push.begin.timeout)
         self._push = push
+        self._before_change()
         push.receiver.proceed()
 
     def _new_push(self, call: protocol.BeginPush) -> Push:
@@ -482,6 +484,7 @@ class Pushes:
 
         def take(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
             if name is None:
+                self._before_change()
                 return engine.commit_weights(push.staging, begin.weight_version, in_flight)
             assert in_flight != "keep"
             return engine.commit_adapter(push.staging, name, begin.weight_version, in_flight)

@@ -49,6 +49,7 @@ from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded,
 from .grammars import GrammarThread, Preparation
 from .ledger import Calls
 from .pushes import PushNews
+from .saving import Saving
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +61,18 @@ class Vitals:
     """
 
     def __init__(
-        self, config: WorkerConfig, engine_thread: EngineThread, book: RequestBook, control: Control, timings: Timings
+        self,
+        config: WorkerConfig,
+        engine_thread: EngineThread,
+        book: RequestBook,
+        control: Control,
+        timings: Timings,
+        saving: Saving,
     ) -> None:
         self.instance = secrets.token_hex(8)
         self.info: dict[str, Any] | None = None
         self._config, self._engine_thread, self._book, self._control = config, engine_thread, book, control
-        self._timings = timings
+        self._timings, self._saving = timings, saving
         self._resident = ResidentMemory()
 
     def health(self, id: str = "metrics") -> protocol.Health:
@@ -87,6 +94,7 @@ class Vitals:
             engine=self._engine(),
             sleeping=tuple(sorted(lifecycle.standing.sleeping)),
             push=self._control.pushes.progress(),
+            saved=self._saving.describe(),
         )
 
     def stats(self, id: str = "metrics") -> protocol.Stats:
@@ -395,7 +403,12 @@ class Worker:
         self._flush_at = float("inf")  # the end of the next pause of a stream
         self._inbox: Inbox[Event | PushNews | Preparation] = Inbox()
         timings = Timings()
-        self._engine_thread = EngineThread(make_engine, self.publish_event, timings.step, config.max_unread_bytes)
+        self._saving = Saving(config.save_folder, self._inbox.wake)
+
+        def load() -> ServedEngine:
+            return self._saving.load(make_engine())
+
+        self._engine_thread = EngineThread(load, self.publish_event, timings.step, config.max_unread_bytes)
         self._router = Router(config, lambda identity: self._book.lose(identity))
         send, takes = self._router.send, self._router.takes
         self._book = RequestBook(
@@ -403,8 +416,8 @@ class Worker:
         )
         self._calls = Calls(send, MOST_CALLS)
         policy = PushPolicy(config.push_folder, tuple(config.push_hosts), tuple(config.push_urls))
-        self._control = Control(self, self._book, self._calls, timings, policy)
-        self._vitals = Vitals(config, self._engine_thread, self._book, self._control, timings)
+        self._control = Control(self, self._book, self._calls, timings, policy, self._saving)
+        self._vitals = Vitals(config, self._engine_thread, self._book, self._control, timings, self._saving)
         self._dispatch = Dispatch(self._router, self._book, self._control, self._vitals, config.max_message_bytes)
         self._metrics: MetricsServer | None = None
         if config.metrics_port is not None:
@@ -492,11 +505,16 @@ class Worker:
     def _is_over(self) -> bool:
         if self._state == "failed":
             return self._ending.is_due
-        return self._control.lifecycle.is_ending and not self._has_unanswered
+        return self._control.lifecycle.is_ending and not self._has_unanswered and not self._waits_for_saving
 
     @property
     def _has_unanswered(self) -> bool:
         return self._book.has_unanswered or bool(self._calls.under_way)
+
+    @property
+    def _waits_for_saving(self) -> bool:
+        """Return whether the shutdown waits until the weights are saved: at most until the deadline."""
+        return self._saving.is_writing and not self._ending.is_urgent and not self._ending.is_due
 
     def _poll_ms(self) -> int | None:
         deadlines = self._ending.deadline, self._control.deadline, self._flush_at, self._book.images.deadline
@@ -514,6 +532,7 @@ class Worker:
         self._close_system()
 
     def _close_system(self) -> None:
+        self._saving.close()
         self._router.close()
         self._vitals.close()
 
@@ -598,7 +617,7 @@ class Worker:
             if self._vitals.info is not None:
                 self._book.let_in_the_last()
             self._ending.start()
-        if self._ending.is_urgent or self._control.lifecycle.standing.is_held:
+        if self._has_unanswered and (self._ending.is_urgent or self._control.lifecycle.standing.is_held):
             self._ending.hurry()  # a held engine does not step, so the requests would never finish
         if self._ending.is_due and self._has_unanswered:
             self._abort_open_requests()

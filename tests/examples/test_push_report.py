@@ -37,4 +37,5 @@ def test_the_report_measures_every_transport_and_both_levels(
         assert re.search(rf"^│ {row} ", text, re.M), row
     share = re.search(r"changes (\d+\.\d+)% of the weights", text)
     assert share is not None and 0.0 < float(share[1]) < 100.0
+    assert re.search(r"^saving: .* while saving, decoding has \d\.\d\d of", text, re.M)
     assert len(re.findall(r"\d+", text.rsplit("sleeps:", 1)[1])) == 2

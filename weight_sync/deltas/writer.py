@@ -29,16 +29,8 @@ import xxhash
 from trueroll.errors import PushError
 
 from ..payload.manifest import MODEL_FILE, Parameters, own_dtypes, spellings_of
-from ..transports.folders import (
-    FOLDER_MODE,
-    PRIVATE,
-    TensorFileWriter,
-    create_file,
-    explained,
-    header_of,
-    sync,
-    write_text,
-)
+from ..transports.durable import FOLDER_MODE, PRIVATE, create_file, explained, sync, write_text
+from ..transports.folders import TensorFileWriter, header_of
 from .encoding import CHECKSUM, ENCODINGS, MOST_OVERWRITTEN, Encoding, compress, digest, encode
 from .index import INDEX_FILE, Delta, Index, folder_name
 

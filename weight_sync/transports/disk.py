@@ -36,7 +36,8 @@ from ..payload.manifest import (
     first_fault,
 )
 from ..payload.tensor_file import LocalFile, TensorEntry, TensorFile, max_header_bytes
-from .folders import FOLDER_MODE, PRIVATE, TensorFileWriter, explained, sync, write_text
+from .durable import FOLDER_MODE, PRIVATE, explained, sync, write_text
+from .folders import TensorFileWriter
 from .policy import PushPolicy
 
 MOST_TENSORS = 2**17

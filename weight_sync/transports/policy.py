@@ -78,7 +78,7 @@ class PushPolicy:
         try:
             with self._opened(folder) as opened:
                 if self.folder is None:
-                    _check_owner(os.fstat(opened), "the folder")
+                    check_owner(os.fstat(opened), "the folder")
         except (OSError, ValueError) as error:
             log.warning("writing weights into %r refused: %s", folder, error)
             raise PushError(
@@ -128,7 +128,7 @@ class PushPolicy:
         steps.
         """
         if self.folder is None:
-            _check_owner(os.fstat(parent), "the folder")
+            check_owner(os.fstat(parent), "the folder")
         with ExitStack() as opened:
             files = [opened.enter_context(_open_file(name, parent)) for name in names]
             for name, file in zip(names, files, strict=True):
@@ -136,7 +136,7 @@ class PushPolicy:
                 if not stat.S_ISREG(status.st_mode):
                     raise PermissionError(f"{name} is not a regular file")
                 if self.folder is None:
-                    _check_owner(status, name)
+                    check_owner(status, name)
             opened.pop_all()
         return files
 
@@ -161,7 +161,8 @@ def _open_file(name: str, parent: int) -> FileIO:
     return open(name, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | _FILE, dir_fd=parent))
 
 
-def _check_owner(status: os.stat_result, name: str) -> None:
+def check_owner(status: os.stat_result, name: str) -> None:
+    """Raise PermissionError unless a file or folder belongs to this process's user and no other user can write it."""
     if status.st_uid != os.geteuid():
         raise PermissionError(f"{name} belongs to uid {status.st_uid}")
     if status.st_mode & _WRITABLE_BY_OTHERS:

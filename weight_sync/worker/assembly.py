@@ -74,14 +74,23 @@ class StagingArea(Protocol):
         """Merge a parameter with its adapter, if any. Return False if the result is not finite."""
         ...
 
+    def keep_base(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Record that the staged rows have merged adapters. `tensors`: the values of parameters before that, by name.
+        The tensors must not change afterwards.
+        """
+        ...
+
 
 class KeptBase(Protocol):
     """The weights that a worker had before any adapter was added. `checksums`: the checksums computed so far, by
-    parameter.
+    parameter. `kept`: the values of the parameters that adapters changed. These tensors never change.
     """
 
     @property
     def checksums(self) -> dict[str, int]: ...
+
+    @property
+    def kept(self) -> Mapping[str, torch.Tensor]: ...
 
 
 class AdapterDestination(Protocol):
@@ -140,6 +149,12 @@ class Destination(Parameters, Protocol):
 
     def served(self, name: str) -> torch.Tensor:
         """Return a served parameter or part as a dense tensor."""
+        ...
+
+    def served_rows(self, name: str, start: int, length: int) -> torch.Tensor:
+        """Return rows [start, start + length) of a served parameter as a dense tensor. For a matrix, `start` must be a
+        multiple of `ROW_MULTIPLE`, and `length` too, unless the rows include the last row.
+        """
         ...
 
     def before_adapters(self, name: str) -> torch.Tensor:

@@ -83,6 +83,7 @@ ENGINE = {
 INFO = {"expert_layers": 2, "num_experts": 3}
 NUMBERED = ("window", "expert", "layer", "position", "drafter")
 MEMORY = {
+    "adapters": 47,
     "host_cache": 46,
     "process": 4000,
     "images": 700,
@@ -93,6 +94,9 @@ MEMORY = {
     "staging": 500,
     "routed_experts": 600,
 }
+SAVED = protocol.SavedWeights(
+    weight_version=3, push_id="0" * 32, is_writing=False, num_saved=46, num_interrupted=47, num_failed=48, error="full"
+)
 PUSH = protocol.PushProgress(
     push_id="0" * 32,
     weight_version=5,
@@ -132,6 +136,7 @@ class FakeSource:
             engine=None if self.is_loading else INFO,
             sleeping=self.sleeping,
             push=self.push,
+            saved=None if self.is_loading else SAVED,
         )
 
     def stats(self) -> protocol.Stats:
@@ -249,6 +254,11 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         'trueroll_expert_imbalance{layer="1"}': 3,
         "trueroll_push_active": 1,
         "trueroll_push_staged_bytes": 500,
+        "trueroll_saved_version": 3,
+        "trueroll_save_failing": 1,
+        'trueroll_saves_total{outcome="saved"}': 46,
+        'trueroll_saves_total{outcome="interrupted"}': 47,
+        'trueroll_saves_total{outcome="failed"}': 48,
         **{f'trueroll_memory_bytes{{tag="{tag}"}}': size for tag, size in MEMORY.items()},
     }
     assert {name: told[name] for name in expected} == expected
