@@ -71,6 +71,10 @@ class LendableArena(HostArena):
         if not keep:
             self.withdraw()
 
+    def set_aside(self) -> bool:
+        """Return False, because each push lends new memory."""
+        return False
+
 
 class BorrowedArena(HostArena):
     """Memory borrowed from another process. Raise OSError if the memory is gone or does not match the description."""
@@ -84,6 +88,10 @@ class BorrowedArena(HostArena):
         finally:
             os.close(file)
         advise(self._memory.data_ptr(), self._memory.nbytes, _POPULATE_READ)
+
+    def set_aside(self) -> bool:
+        """Return False, because each push borrows other memory."""
+        return False
 
 
 def _check(file: int, lent: LentMemory) -> None:

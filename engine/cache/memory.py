@@ -27,6 +27,7 @@ ALIGNMENT = 64
 HUGE_PAGE = 2 * 2**20
 _FIXED = 16  # MAP_FIXED
 _MOVE_FLAGS = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP
+_FREE = 8  # MADV_FREE
 _CANNOT_MOVE = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ class Arena(ABC):
         return self._memory.nbytes
 
     def take(self, other: Arena) -> None:
-        """Move the content of another arena into this one. After this call, the other arena's content is undefined.
+        """Move the content of another arena into this one. After this call, the other arena's content is undefined. If
+        pages were moved, the other arena has this arena's pages.
 
         Raise ValueError unless both arenas have tensors of the same sizes in the same order.
         """
@@ -124,6 +126,12 @@ class Arena(ABC):
     @abstractmethod
     def restore(self) -> None:
         """Reallocate the memory. Restore the content if `drop` kept it."""
+
+    def set_aside(self) -> bool:
+        """Give up the content, but keep the memory for new content. The system may take the memory back before it is
+        written again. Return False, and change nothing, if this arena does not support this.
+        """
+        return False
 
     def _move(self, other: Arena) -> bool:
         """Move the content of another arena without copying. Return False if moving is not possible."""
@@ -148,26 +156,34 @@ class HostArena(Arena):
         start = -whole.data_ptr() % HUGE_PAGE
         super().__init__(whole[start : start + num_bytes])
         self._huge_pages = huge_pages
+        self._has_file = False
         self._advise()
         _keep_from_children(self._memory)
 
     def map_file(self, file: int, flags: int) -> None:
         """Replace the arena's content with the content of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
         _map(self._memory, flags, file)
+        self._has_file = True
 
     def drop(self, keep: bool) -> None:
         if not keep:
             _map(self._memory, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
             self._advise()
+            self._has_file = False
             self.num_held = 0
 
     def restore(self) -> None:
         self.num_held = self._memory.nbytes
 
+    def set_aside(self) -> bool:
+        # Pages of a file may be shared with other processes.
+        return not self._has_file and advise(self._memory.data_ptr(), self._memory.nbytes, _FREE)
+
     def _move(self, other: Arena) -> bool:
         if not isinstance(other, HostArena):
             return False
-        if _move_pages(other._memory.data_ptr(), self._memory.data_ptr(), self._memory.nbytes):
+        if _exchange_pages(other._memory.data_ptr(), self._memory.data_ptr(), self._memory.nbytes):
+            self._has_file, other._has_file = other._has_file, self._has_file
             return True
         self._note_copy(os.strerror(ctypes.get_errno()))
         return False
@@ -249,6 +265,16 @@ def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
     if ctypes.get_errno() in _CANNOT_MOVE:
         return False
     raise OSError(ctypes.get_errno(), "mremap: cannot move the pages of an arena")
+
+
+def _exchange_pages(one: int, other: int, num_bytes: int) -> bool:
+    """Exchange the pages at two addresses. See `_move_pages` for the result and for errors."""
+    between = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = torch.frombuffer(between, dtype=torch.uint8).data_ptr()
+    address += -address % HUGE_PAGE
+    if not _move_pages(other, address, num_bytes):
+        return False
+    return _move_pages(one, other, num_bytes) and _move_pages(address, one, num_bytes)
 
 
 @cache

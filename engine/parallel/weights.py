@@ -129,6 +129,10 @@ class RankedArena:
         if self.copy is not None:
             self.copy.drop()
 
+    def set_aside(self) -> bool:
+        """See `Arena.set_aside`. The memory of several ranks is not set aside."""
+        return False
+
     def restore_host(self) -> None:
         """Restore the host memory, but not the copy."""
         try:

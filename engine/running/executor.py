@@ -321,7 +321,11 @@ class LocalExecutor:
             self._graphs.capture()
 
     def memory(self) -> dict[str, int]:
-        held = {"weights": self.weights.num_held, "kv_cache": self._runner.num_held}
+        held = {
+            "weights": self.weights.num_held,
+            "spare": self.weights.spare.num_held,
+            "kv_cache": self._runner.num_held,
+        }
         held |= {} if self.adapters is None else {"adapters": self.adapters.num_held}
         return held | {"host_cache": self._runner.host.num_held} if self.info.host_blocks else held
 

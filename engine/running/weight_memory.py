@@ -43,6 +43,8 @@ class WeightArena(Protocol):
 
     def restore(self) -> None: ...
 
+    def set_aside(self) -> bool: ...
+
 
 Place: TypeAlias = Callable[[Sequence[Build], torch.dtype, torch.device], "WeightMemory"]
 """Returns the memory for weights of this dtype on this device. The builds create the models of all ranks."""

@@ -13,6 +13,7 @@ fill a staging while the engine computes steps. All other calls must come from t
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,6 +103,44 @@ class OptionalWeights:
         self._kept = {}
 
 
+class Spare:
+    """Memory that a commit left over, which the next staging uses. Thread-safe.
+
+    New memory must be cleared by the system, which takes as long as a copy. In memory that a staging has used before,
+    the system clears nothing. The system may take the memory back at any time, and the worker gives it up when the
+    weights go to sleep. Only an arena in private host memory is kept (`Arena.set_aside`).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: tuple[WeightArena, Mapping[str, Weight]] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """The bytes of memory that are kept."""
+        with self._lock:
+            return 0 if self._kept is None else self._kept[0].num_held
+
+    def keep(self, arena: WeightArena, tensors: Mapping[str, Weight]) -> bool:
+        """Keep the memory of an arena, without its content. Return False if the arena cannot be kept."""
+        if not arena.set_aside():
+            return False
+        with self._lock:
+            self._kept = arena, tensors
+        return True
+
+    def take(self) -> tuple[WeightArena, Mapping[str, Weight]] | None:
+        """Return an arena and the weights in it, with undefined content; None if no memory is kept."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+            return kept
+
+    def drop(self) -> None:
+        """Release the memory."""
+        if (kept := self.take()) is not None:
+            kept[0].drop(keep=False)
+
+
 class WeightStore:
     """The live weights, which lie in an arena of `memory`, and the requirements for new weights.
 
@@ -118,6 +157,7 @@ class WeightStore:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         self.spellings = Spellings(self.shapes, self.parts)
         self.is_whole = True
+        self.spare = Spare()
         self.base = AdapterBase()
         self.optional_weights = OptionalWeights(self.model.optional_tensors())
 
@@ -212,6 +252,7 @@ class WeightStore:
 
     def new_lendable(self) -> LendableStaging:
         """Return a staging in memory that other processes can map when the weights are complete."""
+        self.spare.drop()  # memory that is lent is always new
         return LendableStaging(self, LendableArena(self.memory.num_bytes))
 
     def borrow(self, lent: tuple[int, int, int, int], has_optional: bool = True) -> BorrowedStaging:
@@ -223,6 +264,7 @@ class WeightStore:
         found = LentMemory(*lent)
         if found.num_bytes != self.memory.num_bytes:  # before pages are allocated
             raise FileNotFoundError(f"lent weights must have {self.memory.num_bytes} bytes (got {found.num_bytes})")
+        self.spare.drop()
         return BorrowedStaging(self, BorrowedArena(found), has_optional)
 
     def commit(self, staging: WeightStaging) -> None:
@@ -246,13 +288,14 @@ class WeightStore:
             self.optional_weights.note_commit(staging.has_optional)
         self.is_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
-        staging.drop()
+        staging.drop(self.spare)
 
     def sleep(self, level: int) -> None:
         """Release the device memory. `level`: 1 keeps all weights in host memory, 2 keeps only the optional weights."""
         if self.arena.num_held:  # awake, or kept in place
             self.optional_weights.keep(self.tensors)
         self.arena.drop(keep=level == 1)
+        self.spare.drop()
         self.is_whole &= level == 1
         if level == 1:  # The base weights stay on the host until adapters need them again.
             self.base.kept.update({name: tensor.to("cpu") for name, tensor in self.base.kept.items()})
@@ -437,8 +480,7 @@ class WeightStaging:
             if name.startswith(MTP_PREFIX):
                 self._store.optional_weights.note_overwriting()
         elif self.arena is None:
-            self.arena = self._store.memory.new_arena(is_live=False)
-            self.tensors = self._store.memory.weights_in(self.arena).tensors
+            self.arena, self.tensors = self._store.spare.take() or self._new_memory()
         part = self._store.rows(self.tensors, name, start, length)
         self._staged_rows[name] += length
         return part
@@ -471,14 +513,21 @@ class WeightStaging:
                 raise ValueError(f"{name}: all {self._store.shape(name)[0]} rows must be staged (got {count} rows)")
         return set(self._staged_rows)
 
-    def drop(self) -> None:
-        """Free the memory and forget the staged weights. Do not write to rows of the staging after this call."""
-        if self.arena is not None:
+    def drop(self, spare: Spare | None = None) -> None:
+        """Free the memory and forget the staged weights. Do not write to rows of the staging after this call.
+
+        `spare`: what keeps the memory for the next staging, if possible.
+        """
+        if self.arena is not None and not (spare and spare.keep(self.arena, self.tensors)):
             self.arena.drop(keep=False)
         self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []
         self._staged_rows.clear()
         self._factors, self._by_name, self.base = {}, {}, None
         self._others_bytes = 0
+
+    def _new_memory(self) -> tuple[WeightArena, Mapping[str, Weight]]:
+        arena = self._store.memory.new_arena(is_live=False)
+        return arena, self._store.memory.weights_in(arena).tensors
 
     def _place(self, name: str) -> tuple[str, int]:
         """Return the parameter that contains the part `name`, and the part's first flat index in the parameter."""

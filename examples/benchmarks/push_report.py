@@ -1,9 +1,10 @@
-"""Report how long weight pushes and sleeps take: `python examples/benchmarks/push_report.py [MODEL]`.
+"""Report how long weight pushes and sleeps take: `python examples/benchmarks/push_report.py [MODEL [SECTION ...]]`.
 
 The report pushes a model's own weights to a worker process over each transport, once while the worker is idle and once
 while the worker generates. The times are compared with plain memory copies of the same size. The report also measures
-pushes after one optimizer step, deltas over several optimizer steps, pushes of LoRA adapters, sleeping, waking up, and
-saving weights in the background. The worker checks every byte that it receives, and commits between two steps.
+each pass over the pushed bytes, pushes after one optimizer step, deltas over several optimizer steps, pushes of LoRA
+adapters, sleeping, waking up, and saving weights in the background. The worker checks every byte that it receives, and
+commits between two steps. Without names of sections, the report has all sections of `SECTIONS`.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,11 @@ from rich.table import Table
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from trueroll.engine.cache.memory import HUGE_PAGE, new_arena
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, derive_seed
+from trueroll.kernels.cpu.backend import PackedWeight
 from trueroll.rollout import (
     PushResult,
     RolloutClient,
@@ -42,10 +45,16 @@ from trueroll.rollout import (
     resolve_model,
 )
 from trueroll.weight_sync.deltas.writer import DELTA_FILE
+from trueroll.weight_sync.payload.manifest import ROW_MULTIPLE
+from trueroll.weight_sync.payload.tensors import BytePass, copy_and_checksum
+from trueroll.weight_sync.trainer.sender import BUCKET_BYTES
+from trueroll.weight_sync.transports.shared import SharedSlots
+from trueroll.weight_sync.worker.assembly import PART_BYTES
 from trueroll.weight_sync.worker.saved_folder import SavedFolder
 from trueroll.weight_sync.worker.saver import Saver
 
 REPEATS = 9
+ROUNDS = 21
 STEPS = 10
 CYCLES = 10
 WINDOWS, WINDOW_STEPS = 20, 10
@@ -68,12 +77,14 @@ def read_weights(folder: Path) -> Weights:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def median_seconds(action: Callable[[], object], repeats: int = REPEATS) -> float:
+def median_seconds(
+    action: Callable[[], object], repeats: int = REPEATS, clock: Callable[[], float] = time.perf_counter
+) -> float:
     seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         action()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return statistics.median(seconds)
 
 
@@ -85,6 +96,102 @@ def copy_seconds(num_bytes: int) -> tuple[float, float]:
     warm, fresh = median_seconds(lambda: target.copy_(source)), median_seconds(source.clone)
     torch.set_num_threads(threads)
     return warm, fresh
+
+
+def cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def report_passes(console: Console, worker: WorkerProcess, weights: Weights) -> None:
+    """Compare pushes by `shared` with warm copies of the same bytes by one thread, in pairs. Then measure the CPU time
+    of each pass over the bytes. CPU times depend less on the other processes of the machine.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    ratios, pushes, copies = list[float](), list[PushResult](), list[float]()
+    own, theirs = list[float](), list[float]()
+    with WeightPublisher("shared") as publisher:
+        publisher.connect([worker.address])
+        first = publisher.push(weights, next(VERSIONS))
+        for _ in range(ROUNDS):
+            copies.append(median_seconds(lambda: target.copy_(source), 3))
+            before = time.process_time(), cpu_seconds(worker.pid)
+            pushes.append(publisher.push(weights, next(VERSIONS)))
+            own.append(time.process_time() - before[0])
+            theirs.append(cpu_seconds(worker.pid) - before[1])
+            ratios.append(pushes[-1].total_seconds / copies[-1])
+    copy_cpu = median_seconds(lambda: target.copy_(source), ROUNDS, time.process_time)
+    total = statistics.mean(own) + statistics.mean(theirs)
+    median = statistics.median(push.total_seconds for push in pushes)
+    phases = ", ".join(
+        f"{name} {statistics.median(push.seconds[name] for push in pushes) * 1e3:.1f}" for name in pushes[0].seconds
+    )
+    console.print(
+        f"a push by shared takes {statistics.median(ratios):.1f} times a warm copy (median of {ROUNDS} pairs): "
+        f"{median * 1e3:.1f} ms ({phases}), copy {statistics.median(copies) * 1e3:.1f} ms; first push "
+        f"{first.total_seconds * 1e3:.1f} ms"
+    )
+    console.print(
+        f"CPU time of a push: trainer {statistics.mean(own) * 1e3:.1f} ms, worker {statistics.mean(theirs) * 1e3:.1f} "
+        f"ms; together {total / copy_cpu:.1f} times the CPU time of a copy, {copy_cpu * 1e3:.1f} ms"
+    )
+    table = Table("pass", "MB read", "MB written", "CPU ms", "x warm copy")
+    megabytes = num_bytes / 1e6
+    for name, read, written, seconds in passes(weights, source):
+        cells = (
+            f"{read * megabytes:.0f}",
+            f"{written * megabytes:.0f}",
+            f"{seconds * 1e3:.1f}",
+            f"{seconds / copy_cpu:.2f}",
+        )
+        table.add_row(name, *cells)
+    console.print(table)
+    torch.set_num_threads(threads)
+
+
+def passes(weights: Weights, memory: torch.Tensor) -> Iterator[tuple[str, int, int, float]]:
+    """Measure the passes of a push in this process, one after the other, with the functions of a push. Yield the name
+    of each pass, the reads and writes of each byte in memory or in the last-level cache, and the CPU seconds.
+    """
+    cpu = time.process_time
+    slots = SharedSlots(BUCKET_BYTES["shared"])
+    slot = slots.slots[0]
+
+    def send() -> None:
+        for tensor in weights.values():
+            for rows in tensor.view(-1).split(len(slot) // tensor.itemsize):
+                copy_and_checksum(slot[: rows.nbytes], rows, tensor.dtype)
+
+    packed = {
+        name: PackedWeight.new(*tensor.shape, lambda *shape, dtype=tensor.dtype: torch.zeros(shape, dtype=dtype))
+        for name, tensor in weights.items()
+        if tensor.dim() == 2
+    }
+
+    def receive(does_check: bool, does_pack: bool) -> None:
+        for name, place in packed.items():
+            rows = max(1, PART_BYTES // weights[name][0].nbytes // ROW_MULTIPLE) * ROW_MULTIPLE
+            passed = BytePass(weights[name].dtype)
+            for start in range(0, len(weights[name]), rows):
+                part = weights[name][start : start + rows]
+                if does_check:
+                    passed.update(part)
+                if does_pack:
+                    place.narrow(0, start, len(part)).copy_(part)
+
+    def clear() -> None:
+        new_arena(memory.nbytes, memory.device, huge_pages=True).empty(torch.uint8, memory.nbytes)[::HUGE_PAGE] = 1
+
+    send()
+    yield "trainer: copy to shared memory, checksum", 1, 1, median_seconds(send, clock=cpu)
+    yield "worker: checksum, search for infinities, pack", 1, 1, median_seconds(lambda: receive(True, True), clock=cpu)
+    yield "  of it checksum and search", 1, 0, median_seconds(lambda: receive(True, False), clock=cpu)
+    yield "  of it pack", 1, 1, median_seconds(lambda: receive(False, True), clock=cpu)
+    yield "system, only for the first push: clear new memory", 0, 1, median_seconds(clear, clock=cpu)
+    slots.close()
 
 
 class Traffic:
@@ -367,18 +474,25 @@ def report_saving(console: Console, model: str) -> None:
     )
 
 
-def main(model: str) -> None:
-    console = Console(width=120)
-    weights = read_weights(resolve_model(model))
+SECTIONS: dict[str, Callable[[Console, WorkerProcess, RolloutClient, Path, Weights], None]] = {
+    "passes": lambda console, worker, client, folder, weights: report_passes(console, worker, weights),
+    "transports": lambda console, worker, client, folder, weights: report_transports(console, worker, client, weights),
+    "sparse": lambda console, worker, client, folder, weights: report_sparse(console, worker, weights),
+    "deltas": lambda console, worker, client, folder, weights: report_deltas(console, worker, folder),
+    "adapters": lambda console, worker, client, folder, weights: report_adapters(console, worker, folder, weights),
+    "sleep": lambda console, worker, client, folder, weights: report_sleep(console, worker, client, weights),
+    "saving": lambda console, worker, client, folder, weights: report_saving(console, str(folder)),
+}
+
+
+def main(model: str, sections: Sequence[str] = ()) -> None:
+    console, folder = Console(width=120), resolve_model(model)
+    weights = read_weights(folder)
     console.print(f"{model}, {os.cpu_count()} CPUs, medians of {REPEATS}")
-    report_saving(console, model)
     with launch_worker(model, kv_memory=KV_MEMORY) as worker, RolloutClient(worker.address) as client:
-        report_transports(console, worker, client, weights)
-        report_sparse(console, worker, weights)
-        report_deltas(console, worker, resolve_model(model))
-        report_adapters(console, worker, resolve_model(model), weights)
-        report_sleep(console, worker, client, weights)
+        for section in sections or SECTIONS:
+            SECTIONS[section](console, worker, client, folder, weights)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2", sys.argv[2:])

@@ -28,6 +28,7 @@ def test_the_report_measures_every_transport_and_both_levels(
 ) -> None:
     report = load_report()
     monkeypatch.setattr(report, "REPEATS", 2)
+    monkeypatch.setattr(report, "ROUNDS", 2)
     monkeypatch.setattr(report, "CYCLES", 2)
     monkeypatch.setattr(report, "KV_MEMORY", 2**20)
     monkeypatch.setattr(report, "LEARNING_RATE", 1e-3)
@@ -35,6 +36,8 @@ def test_the_report_measures_every_transport_and_both_levels(
     text = capsys.readouterr().out
     for row in ("shared", "collective", "disk", "q_proj, v_proj", "all-linear", "level 1", "level 2"):
         assert re.search(rf"^│ {row} ", text, re.M), row
+    assert re.search(r"a push by shared takes \d+\.\d times a warm copy", text)
+    assert re.search(r"^│ trainer: copy to shared memory, checksum ", text, re.M)
     share = re.search(r"changes (\d+\.\d+)% of the weights", text)
     assert share is not None and 0.0 < float(share[1]) < 100.0
     assert re.search(r"^saving: .* while saving, decoding has \d\.\d\d of", text, re.M)

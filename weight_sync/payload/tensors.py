@@ -10,19 +10,20 @@ import xxhash
 
 from trueroll.errors import ConfigError
 
-from .manifest import Parameters, own_dtypes
+from .manifest import Parameters, checksum, own_dtypes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INDEX_DTYPE = torch.int32
 _CHUNK_ELEMENTS = 2**20
 _BITS = {2: torch.int16, 4: torch.int32}
+_UNSIGNED = {2: np.uint16, 4: np.uint32}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 """The bits of infinity. Without the sign bit, the bits of a NaN are greater than the bits of infinity, and the bits of
 a finite number are smaller.
 """
 _CACHED_BYTES = 2**18
-"""Number of bytes checked at a time. A chunk of this size stays in a core's cache, so the three reads of a check cost
-as much as one read.
+"""Number of bytes copied or checked at a time. A chunk of this size stays in a core's cache, so that further reads of
+the chunk cost little.
 """
 _WORD_BYTES = 8
 _CHUNK_WORDS = 2**21
@@ -60,19 +61,63 @@ def raw_bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
 
 
-def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) -> tuple[int, bool]:
-    """Return the `checksum` of bytes in host memory, and whether all numbers from byte `start` on are finite.
+def copy_and_checksum(place: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> int:
+    """Copy a tensor to `place`, converted to `dtype`. Return the `checksum` of the copied bytes.
 
-    `dtype`: dtype of the checked numbers. The check takes one pass over the memory, in a fraction of the time that
-    `isfinite` takes.
+    `place`: uint8, in host memory. The copy and the checksum take one pass over the memory if the tensor is contiguous
+    and in host memory.
     """
-    values, length = raw_bits(data[start:].view(dtype)), _CACHED_BYTES // dtype.itemsize
-    hashed, is_finite = xxhash.xxh3_64(data[:start].numpy().data), True
-    for first in range(0, len(values), length):
-        part = values[first : first + length]
-        hashed.update(part.data)
-        is_finite = is_finite and _are_finite(part, _INFINITY[dtype])
-    return hashed.intdigest(), is_finite
+    written = place.numpy()
+    if source.device.type != "cpu" or not source.is_contiguous():
+        place.view(dtype).view(source.shape).copy_(source)
+        return checksum(written)
+    hashed, is_plain = xxhash.xxh3_64(), source.dtype == dtype
+    given, length = source.view(-1).view(torch.uint8).numpy(), _CACHED_BYTES // dtype.itemsize
+    for start in range(0, len(written), _CACHED_BYTES):
+        part = written[start : start + _CACHED_BYTES]
+        if is_plain:
+            # A plain copy does not use torch's threads, which would take cores that the worker's side needs at the
+            # same time.
+            np.copyto(part, given[start : start + _CACHED_BYTES])
+        else:
+            first = start // dtype.itemsize
+            torch.from_numpy(part).view(dtype).copy_(source.view(-1)[first : first + length])
+        hashed.update(part)
+    return hashed.intdigest()
+
+
+class BytePass:
+    """Computes the `checksum` of bytes in host memory, and checks whether numbers are finite, in one pass over the
+    memory. The check takes a fraction of the time that `isfinite` takes.
+
+    `dtype`: dtype of the numbers that `update` checks; None to check no numbers. `are_finite`: whether all numbers so
+    far are finite.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.are_finite = True
+        self._dtype = dtype
+        self._hashed = xxhash.xxh3_64()
+
+    def update(self, data: torch.Tensor) -> None:
+        """Append the bytes of a contiguous tensor, and check the bytes as numbers."""
+        if self._dtype is None:
+            self.update_plain(data)
+            return
+        values, length = raw_bits(data.view(-1).view(self._dtype)), _CACHED_BYTES // self._dtype.itemsize
+        for first in range(0, len(values), length):
+            part = values[first : first + length]
+            self._hashed.update(part.data)
+            self.are_finite = self.are_finite and _are_finite(part, _INFINITY[self._dtype])
+
+    def update_plain(self, data: torch.Tensor) -> None:
+        """Append the bytes of a contiguous tensor."""
+        self._hashed.update(raw_bytes(data))
+
+    @property
+    def checksum(self) -> int:
+        """The checksum of all bytes so far."""
+        return self._hashed.intdigest()
 
 
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
@@ -80,7 +125,8 @@ def _are_finite(bits: np.ndarray, infinity: int) -> bool:
     # Read as unsigned integers, negative infinity and negative NaNs are the largest. Read as signed integers, positive
     # infinity and positive NaNs are the largest.
     most = infinity + 2 ** (8 * bits.itemsize - 1)
-    return bool(bits.max() < infinity and bits.view(f"u{bits.itemsize}").max() < most)
+    largest = np.maximum.reduce
+    return bool(largest(bits) < infinity and largest(bits.view(_UNSIGNED[bits.itemsize])) < most)
 
 
 def tensor_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:

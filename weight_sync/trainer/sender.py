@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 
 from trueroll.errors import ConfigError, PushError
@@ -57,7 +56,7 @@ from ..payload.manifest import (
     spellings_of,
 )
 from ..payload.messages import Weights
-from ..payload.tensors import INDEX_DTYPE, dtype_named, dtypes_of, host_chunks, raw_bytes, word_sum
+from ..payload.tensors import INDEX_DTYPE, copy_and_checksum, dtype_named, dtypes_of, host_chunks, raw_bytes, word_sum
 from ..transports.collective import GroupSlots
 from ..transports.cuda_ipc import CudaIpcSlots
 from ..transports.disk import FolderWriter, remove_others
@@ -76,9 +75,10 @@ Transport: TypeAlias = Literal["shared", "collective", "relay", "disk", "delta"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 FAIL_TOGETHER = ("collective",)
 """Transports in which the loss of a worker ends the push for all workers."""
-BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20, "relay": 4 * 2**20}
-"""Sizes of buckets in host memory, the fastest in measurements. For shared memory, larger buckets were slower, although
-they need fewer messages. For a broadcast, larger buckets cost less time per byte.
+BUCKET_BYTES = {"shared": 16 * 2**20, "collective": 16 * 2**20, "relay": 4 * 2**20}
+"""Sizes of buckets in host memory, the fastest in measurements. For shared memory, each bucket costs a round of
+messages, but two larger buckets would not fit into a CPU's caches. For a broadcast, larger buckets cost less time per
+byte.
 """
 GPU_BUCKET_BYTES = 64 * 2**20
 """Size of buckets in GPU memory. Two buckets exist at a time, and each bucket costs a round of messages."""
@@ -187,9 +187,9 @@ class Outbox:
         rows, row_bytes, multiple = row_layout(shape, dtype.itemsize)
         for cut in self._packer.place(rows, row_bytes, multiple):
             place = self._place(cut, cut.length * row_bytes)
-            _fill(place, tensor[cut.start : cut.start + cut.length], dtype)
-            fields = self._fields(name, shape, cut, place)
-            self._filling.pieces.append(Rows(start=cut.start, length=cut.length, **fields))
+            found = self._fill(place, tensor[cut.start : cut.start + cut.length], dtype)
+            extent = dict(start=cut.start, length=cut.length, offset=cut.offset, num_bytes=len(place))
+            self._filling.pieces.append(Rows(name=name, shape=shape, checksum=found, **extent))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Send the changed elements of a tensor. The list of changed elements may be empty."""
@@ -200,8 +200,9 @@ class Outbox:
             place = self._place(cut, split + cut.length * dtype.itemsize)
             place[:split].view(INDEX_DTYPE).copy_(indices[chosen])
             place[split:].view(dtype).copy_(values[chosen])
-            fields = self._fields(name, shape, cut, place)
-            self._filling.pieces.append(Elements(count=cut.length, total=total, **fields))
+            extent = dict(count=cut.length, total=total, offset=cut.offset, num_bytes=len(place))
+            found = checksum(place.numpy())
+            self._filling.pieces.append(Elements(name=name, shape=shape, checksum=found, **extent))
 
     def finish(self) -> None:
         """Send the last bucket, and wait until all buckets have arrived."""
@@ -222,9 +223,12 @@ class Outbox:
     def _slot(self) -> int:
         return self._filling.index % len(self._slots.slots)
 
-    def _fields(self, name: str, shape: Shape, cut: Cut, place: torch.Tensor) -> dict[str, Any]:
-        found = None if self._slots.has_word_sums else checksum(raw_bytes(place))
-        return dict(name=name, shape=shape, offset=cut.offset, num_bytes=len(place), checksum=found)
+    def _fill(self, place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> int | None:
+        """Copy rows to `place`. Return the checksum of the piece, if pieces have checksums."""
+        if not self._slots.has_word_sums:
+            return copy_and_checksum(place, rows, dtype)
+        place.view(dtype).view(rows.shape).copy_(rows)
+        return None
 
     def _send(self) -> None:
         slot, filling = self._slot, self._filling
@@ -241,15 +245,6 @@ class Outbox:
         if staged is not None:
             staged.result()
             self._slots.wait(slot)
-
-
-def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
-    if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == place.device.type == "cpu":
-        # A plain copy does not use torch's threads, which would take cores that the worker's side needs at the same
-        # time.
-        np.copyto(place.numpy(), raw_bytes(rows))
-    else:
-        place.view(dtype).view(rows.shape).copy_(rows)
 
 
 @dataclass

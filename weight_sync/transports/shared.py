@@ -20,6 +20,7 @@ import torch
 from trueroll.errors import PushError
 
 from ..payload.manifest import MOST_UNDER_WAY, Bucket, SharedSource
+from .pages import create_mapping, open_mapping
 
 _FOLDER = Path("/dev/shm")
 _PREFIX = "trueroll-"
@@ -36,8 +37,7 @@ class SharedSlots:
         _remove_abandoned()
         self._name = f"{_PREFIX}{secrets.token_hex(16)}"
         self._source = SharedSource(name=self._name, slot_bytes=slot_bytes, num_slots=MOST_UNDER_WAY)
-        memory = torch.frombuffer(_create(self._name, slot_bytes * MOST_UNDER_WAY), dtype=torch.uint8)
-        self.slots = list(memory.split(slot_bytes))
+        self.slots = list(_create(self._name, slot_bytes * MOST_UNDER_WAY).split(slot_bytes))
 
     def source(self, position: int) -> SharedSource:
         return self._source
@@ -68,7 +68,7 @@ class SharedReader:
 
     def __init__(self, source: SharedSource) -> None:
         self._source = source
-        self._memory = torch.frombuffer(_attach(source), dtype=torch.uint8)
+        self._memory = _attach(source)
 
     def prepare(self, bucket: Bucket) -> None:
         """Do nothing: the bytes are already in the shared memory."""
@@ -87,14 +87,13 @@ class SharedReader:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-def _create(name: str, size: int) -> mmap.mmap:
+def _create(name: str, size: int) -> torch.Tensor:
     """Create the shared memory and lock its file. The file of the memory stays open and locked for as long as the
     memory is mapped.
     """
     file = _create_locked(_FOLDER / name)
     try:
-        os.posix_fallocate(file, 0, size)  # otherwise a write to a full file system would kill the process
-        return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return create_mapping(file, size)
     except OSError as error:
         (_FOLDER / name).unlink()
         raise PushError(
@@ -130,7 +129,7 @@ def _remove_if_abandoned(path: str) -> None:
         os.close(file)
 
 
-def _attach(source: SharedSource) -> mmap.mmap:
+def _attach(source: SharedSource) -> torch.Tensor:
     size = source.slot_bytes * source.num_slots
     try:
         file = os.open(_FOLDER / source.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -146,6 +145,6 @@ def _attach(source: SharedSource) -> mmap.mmap:
                 f"shared: {source.name} must be {size} bytes long and owned by user {os.geteuid()} (it is "
                 f"{status.st_size} bytes long and owned by user {status.st_uid})"
             )
-        return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return open_mapping(file, size)
     finally:
         os.close(file)

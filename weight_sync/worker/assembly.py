@@ -8,9 +8,10 @@ succeeds only if every tensor of the push arrived exactly once, either whole or 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -25,21 +26,26 @@ from ..payload.manifest import (
     Piece,
     Rows,
     check_complete,
-    checksum,
     describe_unknown,
     list_names,
     spellings_of,
 )
-from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtypes_of, word_sum
+from ..payload.tensors import INDEX_DTYPE, BytePass, dtypes_of, word_sum
 
 FINITE = "finite values (or reject_nonfinite=False)", "infinities or NaN"
 """Words for an error: the expected values, and the values found instead."""
+PART_BYTES = 2**20
+"""Number of bytes that are hashed and then copied while they are in a core's cache."""
+Guarded: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Returns a context in which the staging may be written. Entering the context raises an error if the push is closed."""
 
 
 class Writable(Protocol):
     """Rows of a weight or of a part, in any storage layout."""
 
     def copy_(self, source: torch.Tensor, /) -> Any: ...
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Writable: ...
 
 
 class StagingArea(Protocol):
@@ -187,14 +193,19 @@ class _Tally:
 
 
 class Assembly:
-    """Writes pieces into `staging`. `is_sparse`: whether pieces may be lists of changed elements instead of rows."""
+    """Writes pieces into `staging`. `is_sparse`: whether pieces may be lists of changed elements instead of rows.
+    `in_place`: whether the staging is the live weights; nothing of a piece is then written before all of it is checked.
+    """
 
-    def __init__(self, weights: Parameters, staging: StagingArea, is_sparse: bool, reject_nonfinite: bool) -> None:
+    def __init__(
+        self, weights: Parameters, staging: StagingArea, is_sparse: bool, reject_nonfinite: bool, in_place: bool
+    ) -> None:
         self._weights = weights
         self._spellings = spellings_of(weights)
         self._staging = staging
         self._dtype_of = dtypes_of(weights)
         self._is_sparse = is_sparse
+        self._in_place = in_place
         self._reject_nonfinite = reject_nonfinite
         self._tallies: dict[str, _Tally] = {}
 
@@ -241,33 +252,18 @@ class Assembly:
             for piece, is_finite in zip(bucket.pieces, finite, strict=True):
                 _expect(is_finite, piece, *FINITE)
 
-    def inspect(self, piece: Piece, data: torch.Tensor) -> None:
-        """Raise PushError if `piece` is not the next piece of its tensor, or if the piece has wrong bytes. `check` must
-        have passed. Writes nothing.
+    def take(self, piece: Piece, data: torch.Tensor, guarded: Guarded) -> None:
+        """Check a piece and write it into the staging. `check` must have passed.
 
-        A piece without a checksum belongs to a bucket that `inspect_all` has checked.
+        `data`: the bytes of the piece, in memory that is reused afterwards. `guarded`: entered for each write. Raise
+        PushError if `piece` is not the next piece of its tensor, or if the piece has wrong bytes. A long piece is
+        written in parts while it is checked, unless the push is in place; a staging with wrong bytes must be dropped. A
+        piece without a checksum belongs to a bucket that `inspect_all` has checked.
         """
-        if piece.checksum is not None:
-            self._inspect_bytes(piece, piece.checksum, data)
-        tally = self._tally(piece)
         if isinstance(piece, Rows):
-            _expect(piece.start == tally.arrived, piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
+            self._take_rows(piece, data, guarded)
         else:
-            self._inspect_elements(piece, tally, data)
-
-    def add(self, piece: Piece, data: torch.Tensor) -> None:
-        """Write an inspected piece into the staging. `data`: the bytes of the piece, in memory that is reused
-        afterwards.
-        """
-        tally, values = self._tallies[piece.name], self._values(piece, data)
-        if isinstance(piece, Rows):
-            self._staging.rows(piece.name, piece.start, piece.length).copy_(values.view(piece.length, *piece.shape[1:]))
-            tally.arrived += piece.length
-        else:
-            indices = _indices(piece, data)
-            self._staging.put(piece.name, indices.to(torch.int64), values)
-            tally.arrived += piece.count
-            tally.last_index = int(indices[-1]) if piece.count else tally.last_index
+            self._take_elements(piece, data, guarded)
 
     def finish(self) -> None:
         """Raise PushError unless every parameter has arrived completely."""
@@ -316,14 +312,38 @@ class Assembly:
     def _values(self, piece: Piece, data: torch.Tensor) -> torch.Tensor:
         return data[_values_start(piece) :].view(self._dtype_of(piece.name))
 
-    def _inspect_bytes(self, piece: Piece, expected: int, data: torch.Tensor) -> None:
-        if self._reject_nonfinite:
-            dtype = self._dtype_of(piece.name)
-            found, are_finite = checksum_and_finiteness(data, _values_start(piece), dtype)
-        else:
-            found, are_finite = checksum(data.numpy()), True
-        _expect(found == expected, piece, f"checksum {expected:016x}", f"{found:016x}: the bytes are corrupt")
-        _expect(are_finite, piece, *FINITE)
+    def _take_rows(self, piece: Rows, data: torch.Tensor, guarded: Guarded) -> None:
+        tally, passed = self._tally(piece), self._new_pass(piece)
+        _expect(piece.start == tally.arrived, piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
+        values = self._values(piece, data).view(piece.length, *piece.shape[1:])
+        is_whole = self._in_place or piece.checksum is None
+        step, place = piece.length if is_whole else _rows_at_once(piece), None
+        for start in range(0, piece.length, step):
+            part = values.narrow(0, start, min(step, piece.length - start))
+            if piece.checksum is not None:
+                passed.update(part)
+                if start + step >= piece.length:
+                    _expect_right(piece, piece.checksum, passed)
+            with guarded():
+                if place is None:
+                    place = self._staging.rows(piece.name, piece.start, piece.length)
+                (place if len(part) == piece.length else place.narrow(0, start, len(part))).copy_(part)
+        tally.arrived += piece.length
+
+    def _take_elements(self, piece: Elements, data: torch.Tensor, guarded: Guarded) -> None:
+        tally, passed, split = self._tally(piece), self._new_pass(piece), _values_start(piece)
+        passed.update_plain(data[:split])
+        passed.update(data[split:])
+        _expect_right(piece, piece.checksum, passed)
+        self._inspect_elements(piece, tally, data)
+        indices = _indices(piece, data)
+        with guarded():
+            self._staging.put(piece.name, indices.to(torch.int64), self._values(piece, data))
+        tally.arrived += piece.count
+        tally.last_index = int(indices[-1]) if piece.count else tally.last_index
+
+    def _new_pass(self, piece: Piece) -> BytePass:
+        return BytePass(self._dtype_of(piece.name) if self._reject_nonfinite else None)
 
     def _inspect_elements(self, piece: Elements, tally: _Tally, data: torch.Tensor) -> None:
         arrived = tally.arrived + piece.count
@@ -339,6 +359,18 @@ class Assembly:
 def content_of(piece: Piece, data: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a piece. `data`: the bytes of the piece's bucket."""
     return data[piece.offset : piece.offset + piece.num_bytes]
+
+
+def _rows_at_once(piece: Rows) -> int:
+    """Return the number of rows that are checked and then written at a time."""
+    most = max(1, PART_BYTES * piece.length // piece.num_bytes) if piece.num_bytes else piece.length
+    return max(ROW_MULTIPLE, most - most % ROW_MULTIPLE) if len(piece.shape) == 2 else most
+
+
+def _expect_right(piece: Piece, expected: int, found: BytePass) -> None:
+    is_right = found.checksum == expected
+    _expect(is_right, piece, f"checksum {expected:016x}", f"{found.checksum:016x}: the bytes are corrupt")
+    _expect(found.are_finite, piece, *FINITE)
 
 
 def _values_start(piece: Piece) -> int:

@@ -238,10 +238,7 @@ class Intake:
     def _add(self, bucket: Bucket, data: torch.Tensor) -> None:
         self._assembly.inspect_all(bucket, data)
         for piece in bucket.pieces:
-            content = content_of(piece, data)
-            self._assembly.inspect(piece, content)
-            with self._writing.guarded():
-                self._assembly.add(piece, content)
+            self._assembly.take(piece, content_of(piece, data), self._writing.guarded)
         self._staged(bucket.num_bytes)
 
 
@@ -332,7 +329,7 @@ class Receiver(threading.Thread):
             staging = self.staging = lendable or self._new_staging()
             if adapters is not None:
                 begin_adapters(adapters, self._weights, staging, writing.guarded)
-            assembly = Assembly(wanted, staging, begin.base is not None, begin.reject_nonfinite)
+            assembly = Assembly(wanted, staging, begin.base is not None, begin.reject_nonfinite, begin.in_place)
             self._answer(begin.id, "begun")
             most = source.num_slots if isinstance(source, RelaySource) else MOST_UNDER_WAY
             intake = Intake(reader, assembly, self._calls, writing, most, lambda size: self._advance("staged", size))

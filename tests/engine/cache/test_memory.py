@@ -160,12 +160,35 @@ def test_an_arena_takes_the_content_of_another(make: Callable[[int], Arena]) -> 
     assert not any(tensor.any() for tensor in tensors)
 
 
-def test_pages_move_instead_of_being_copied() -> None:
+def test_pages_are_exchanged_instead_of_being_copied() -> None:
     arena, _ = filled(KINDS["huge pages"])
     other, theirs = filled(KINDS["huge pages"], seed=1)
     arena.take(other)
-    assert not any(tensor.any() for tensor in theirs), "the pages are gone from where they were"
-    assert arena.copy_note == ""
+    assert same(theirs, filled(KINDS["huge pages"])[1]) and arena.copy_note == ""
+
+
+def test_memory_that_is_set_aside_can_be_filled_again(make: Callable[[int], Arena]) -> None:
+    """Only private pages of the host are set aside. All other arenas stay as they are."""
+    arena, tensors = filled(make)
+    expected = filled(make)[1]
+    if arena.set_aside():
+        assert type(arena) is HostArena
+        for tensor, value in zip(tensors, expected, strict=True):
+            tensor.copy_(value)
+    else:
+        assert type(arena) is not HostArena
+    assert same(tensors, expected) and arena.num_held
+
+
+def test_pages_of_a_file_are_not_set_aside_after_an_exchange() -> None:
+    arena, tensors = filled(KINDS["huge pages"])
+    other, _ = filled(KINDS["to lend"], seed=1)
+    arena.take(other)
+    assert not arena.set_aside() and same(tensors, filled(KINDS["to lend"], seed=1)[1])
+    last, theirs = filled(KINDS["huge pages"], seed=2)
+    arena.take(last)
+    assert arena.set_aside() and not last.set_aside()
+    assert same(theirs, filled(KINDS["to lend"], seed=1)[1])
 
 
 def test_where_pages_cannot_move_they_are_copied(

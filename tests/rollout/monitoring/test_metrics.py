@@ -92,6 +92,7 @@ MEMORY = {
     "kv_cache": 2000,
     "records": 900,
     "staging": 500,
+    "spare": 550,
     "routed_experts": 600,
 }
 SAVED = protocol.SavedWeights(

@@ -526,7 +526,7 @@ def test_a_call_of_a_push_that_hangs_is_given_up(
         jumped.set()
         released.wait(20)
 
-    monkeypatch.setattr(Assembly, {"stage_bucket": "inspect", "verify_push": "finish"}[call], hang)
+    monkeypatch.setattr(Assembly, {"stage_bucket": "take", "verify_push": "finish"}[call], hang)
     monkeypatch.setattr(pushes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump))
     with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
         assert push.begin(timeout=20.0)["phase"] == "begun"

@@ -7,7 +7,7 @@ import torch
 
 from trueroll.weight_sync.payload import tensors
 from trueroll.weight_sync.payload.manifest import checksum
-from trueroll.weight_sync.payload.tensors import DTYPES, checksum_and_finiteness, raw_bits
+from trueroll.weight_sync.payload.tensors import DTYPES, BytePass, copy_and_checksum, raw_bits
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +19,11 @@ def check(values: torch.Tensor, prefix: int) -> bool:
     """Return whether the check finds `values`, after `prefix` other bytes, to be finite. Assert that the checksum of
     all bytes is correct.
     """
-    data = torch.cat([torch.full((prefix,), 255, dtype=torch.uint8), values.view(torch.uint8)])
-    found, are_finite = checksum_and_finiteness(data, prefix, values.dtype)
-    assert found == checksum(data.numpy())
-    return are_finite
+    before, passed = torch.full((prefix,), 255, dtype=torch.uint8), BytePass(values.dtype)
+    passed.update_plain(before)
+    passed.update(values)
+    assert passed.checksum == checksum(torch.cat([before, values.view(torch.uint8)]).numpy())
+    return passed.are_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -49,3 +50,17 @@ def test_one_nonfinite_number_is_found_at_any_place(dtype: torch.dtype, place: i
 
 def test_an_empty_tensor_is_finite() -> None:
     assert check(torch.empty(0), 8)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_a_copy_has_the_bits_of_a_conversion_and_the_checksum_of_these_bits(
+    source: torch.dtype, dtype: torch.dtype, rows: int
+) -> None:
+    whole = torch.linspace(-9, 9, 2 * rows * 16).view(2 * rows, 16).to(source)
+    for tensor in (whole[:rows], whole[::2], whole[:rows].t()):  # with one contiguous tensor only
+        expected = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
+        place = torch.full((len(expected),), 255, dtype=torch.uint8)
+        assert copy_and_checksum(place, tensor, dtype) == checksum(expected.numpy())
+        assert torch.equal(place, expected)

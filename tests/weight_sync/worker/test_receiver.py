@@ -34,7 +34,7 @@ from trueroll.weight_sync.payload.manifest import (
     SharedSource,
     checksum,
 )
-from trueroll.weight_sync.payload.tensors import raw_bytes, word_sum
+from trueroll.weight_sync.payload.tensors import BytePass, raw_bytes, word_sum
 from trueroll.weight_sync.transports.policy import PushPolicy
 from trueroll.weight_sync.transports.shared import SharedReader, SharedSlots
 from trueroll.weight_sync.worker import assembly as assembly_module
@@ -251,6 +251,56 @@ def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
     assert feed.events.empty()
 
 
+def test_a_long_piece_is_checked_and_written_in_parts(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    class NotedPass(BytePass):
+        def update(self, data: torch.Tensor) -> None:
+            lengths.append(len(data))
+            super().update(data)
+
+    monkeypatch.setattr(assembly_module, "BytePass", NotedPass)
+    monkeypatch.setattr(assembly_module, "PART_BYTES", 20)
+    sent = random_tensors()
+    for name in SHAPES:
+        assert feed.stage(feed.rows(name, sent[name])) == STAGED
+    assert lengths == [16] * 3 + [1] * 32 + [10, 10, 4], "matrices are cut where kernels can cut them"
+    assert feed.verify() == VERIFIED
+    staging = feed.receiver.staging
+    assert isinstance(staging, FakeStaging)
+    assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_wrong_bytes_at_the_end_of_a_long_piece(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """In place, nothing of the piece is written. Otherwise, the staging is dropped."""
+    monkeypatch.setattr(assembly_module, "PART_BYTES", 20)
+    feed = Feed(in_place=in_place)
+    assert (feed.begin_in_place() if in_place else feed.next()) == BEGUN
+    piece, staging = feed.rows("embed.weight", random_tensors()["embed.weight"]), feed.receiver.staging
+    assert isinstance(staging, FakeStaging)
+    feed.slots.slots[0][piece.num_bytes - 1] ^= 1
+    refused(feed.stage(piece), "embed.weight", "checksum", "corrupt")
+    assert staging.staged == (set() if in_place else {"embed.weight"}) and not feed.weights.live["embed.weight"].any()
+    feed.close()
+    assert feed.receiver.staging is None
+
+
+@pytest.mark.parametrize("num_bytes", [64, 2**21, 3 * 2**20 + 64])
+def test_every_byte_of_a_slot_arrives(num_bytes: int) -> None:
+    """Slots may be larger or smaller than the system's huge pages."""
+    slots = SharedSlots(num_bytes)
+    source = slots.source(0)
+    reader = SharedReader(source)
+    for index in range(3):
+        assert index or not slots.slots[0].any(), "new memory is zero"
+        sent = torch.randint(256, (source.slot_bytes,), dtype=torch.uint8)
+        slots.slots[index % MOST_UNDER_WAY].copy_(sent)
+        assert torch.equal(reader.read(Bucket(index=index, num_bytes=num_bytes, pieces=())), sent)
+    reader.close()
+    slots.close()
+
+
 def summed(feed: Feed, *pieces: Rows | Elements) -> dict[str, Any]:
     """Return the keyword arguments of `stage` for the next bucket, which has these pieces and a word sum."""
     end = max(piece.offset + piece.num_bytes for piece in pieces)
@@ -306,7 +356,7 @@ def test_a_bucket_has_one_kind_of_checksum() -> None:
 
 def test_a_bucket_on_a_gpu_needs_a_word_sum() -> None:
     weights = FakeWeights(SHAPES)
-    assembly = assembly_module.Assembly(weights, weights.new_staging(False), False, False)
+    assembly = assembly_module.Assembly(weights, weights.new_staging(False), False, False, False)
     with pytest.raises(PushError, match="bucket 3: is on meta, where a bucket must have a word sum"):
         assembly.inspect_all(Bucket(index=3, num_bytes=0, pieces=()), torch.empty(8, dtype=torch.uint8, device="meta"))
 
@@ -649,12 +699,13 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_nothing_more() -> None
 def test_closing_does_not_wait_for_the_check_of_a_piece(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def slow_checksum(data: Any, *_: Any) -> tuple[int, bool]:
-        entered.set()
-        go_on.wait(SECONDS)
-        return checksum(data), True
+    class SlowPass(BytePass):
+        def update(self, data: torch.Tensor) -> None:
+            entered.set()
+            go_on.wait(SECONDS)
+            super().update(data)
 
-    monkeypatch.setattr(assembly_module, "checksum_and_finiteness", slow_checksum)
+    monkeypatch.setattr(assembly_module, "BytePass", SlowPass)
     piece = feed.rows("norm.weight", random_tensors()["norm.weight"])
     bucket = Bucket(index=0, num_bytes=piece.num_bytes, pieces=(piece,))
     feed.receiver.take(protocol.StageBucket(id="s", push_id=PUSH_ID, bucket=bucket))
