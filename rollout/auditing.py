@@ -39,8 +39,21 @@ from . import protocol
 from .client.client import RolloutClient
 
 CauseName: TypeAlias = Literal[
-    "alignment", "dtype", "backend", "instruction set", "pieces", "weights", "version", "distribution", "unknown"
+    "alignment",
+    "backend",
+    "batch",
+    "cache",
+    "distribution",
+    "dtype",
+    "instruction set",
+    "nondeterminism",
+    "pieces",
+    "rounding",
+    "unknown",
+    "version",
+    "weights",
 ]
+"""The causes that `audit` finds in a worker, and `trueroll audit` in the engine of an HTTP server."""
 LogProbs: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(input_ids int64 [B, T], attention_mask bool [B, T]) -> log-prob of each token given the tokens before it [B, T]."""
 _Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,7 +64,7 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of different log-probs. `text`: the difference between trainer and worker, and how to remove it."""
+    """A cause of different log-probs. `text`: the difference between trainer and engine, and how to remove it."""
 
     name: CauseName
     text: str

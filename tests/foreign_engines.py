@@ -76,7 +76,6 @@ class ForeignServer:
     def _sglang(self, path: str, body: dict[str, Any], number: int) -> Any:
         assert path == "/generate" and body["return_logprob"]
         params = body["sampling_params"]
-        params["seed"] = params["sampling_seed"]
         tokens, logprobs, cached = self._sample(
             body["input_ids"], params, params["max_new_tokens"], body["extra_key"], number
         )
@@ -86,7 +85,7 @@ class ForeignServer:
     def _sample(
         self, prompt: list[int], params: dict[str, Any], max_tokens: int, salt: str, number: int
     ) -> tuple[list[int], list[float], int]:
-        drawn = max_tokens, params["temperature"], params["top_k"], params["seed"]
+        drawn = max_tokens, params["temperature"], params["top_k"]
         is_hit = (key := (salt if self.keeps_salts else "", tuple(prompt))) in self._seen
         self._seen.add(key)
         if (tuple(prompt), drawn) not in self._samples:
@@ -98,9 +97,9 @@ class ForeignServer:
         return tokens, [float(logprob) for logprob in found], is_hit * len(prompt)
 
     def _generate(
-        self, prompt: list[int], max_tokens: int, temperature: float, top_k: int, seed: int
+        self, prompt: list[int], max_tokens: int, temperature: float, top_k: int
     ) -> tuple[list[int], np.ndarray]:
-        chance, tokens = torch.Generator().manual_seed(seed), list[int]()
+        chance, tokens = torch.Generator().manual_seed(len(prompt)), list[int]()
         for _ in range(max_tokens):
             logits = self._logits(prompt, tokens)[-1]
             if temperature:

@@ -9,6 +9,7 @@ condition.
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ import numpy as np
 
 from trueroll.errors import ConfigError, printable
 
-from .causes import Cause, Change, compare, find_causes, judge
+from ..auditing import Cause
+from .causes import Change, Verdict, compare, find_causes, judge
 from .engines import Ask, Drawn, Engine, find_engine
 from .trainer import DTYPES, DistributionName, Sampled, Trainer
 from .wire import Wire
@@ -33,6 +35,7 @@ NUM_OTHERS = 8
 """Number of further requests that keep the audited requests company."""
 MISS, AGAIN, HIT = "miss, alone", "miss, alone, again", "hit, alone"
 MISS_IN_COMPANY, HIT_IN_COMPANY = "miss, in company", "hit, in company"
+_log = logging.getLogger(__name__)
 _TOLD: dict[DistributionName, str] = {
     "raw": "at temperature 1, whatever the request's",
     "temperature": "at the request's temperature",
@@ -95,16 +98,21 @@ class EngineAudit:
 
 
 def audit_engine(
-    model: str, url: str, prompts: Sequence[Sequence[int]] | None = None, max_tokens: int = MAX_TOKENS
+    model: str,
+    url: str,
+    prompts: Sequence[Sequence[int]] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    api_key: str | None = None,
 ) -> EngineAudit:
     """Compare the engine behind `url` with the checkpoint `model`, as a trainer loads it on this machine.
 
-    `prompts`: by default, prompts of consecutive low token ids of the lengths `PROMPT_LENGTHS`. Raise ConfigError for a
-    URL or a server that is not supported, and if the engine ignores salts, so that misses are hits. Raise
-    UnavailableError or ProtocolError if the server does not answer as its documentation says, ModelError or
-    AlignmentError for a checkpoint that cannot be loaded or aligned.
+    `prompts`: by default, prompts of consecutive low token ids of the lengths `PROMPT_LENGTHS`. `api_key`: the key that
+    the server needs, if any. Raise ConfigError for a URL or a server that is not supported, if the engine ignores
+    salts, so that misses are hits, and for tokens that the checkpoint's vocabulary lacks. Raise UnavailableError or
+    ProtocolError if the server does not answer as its documentation says, ModelError or AlignmentError for a checkpoint
+    that cannot be loaded or aligned.
     """
-    engine, trainer = find_engine(Wire(url)), Trainer(model)
+    engine, trainer = find_engine(Wire(url, api_key)), Trainer(model)
     asks = _asks(prompts or _prompts(engine, trainer, max_tokens), max_tokens)
     found = _sample_all(engine, asks, trainer.vocab_size)
     if any(drawn.num_cached for name in (MISS, AGAIN, MISS_IN_COMPANY) for drawn in found[name]):
@@ -127,55 +135,67 @@ def _asks(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Ask]:
     """Return a greedy request and a request at `TEMPERATURE` for each prompt, without salts."""
     kinds = (0.0, -1), (TEMPERATURE, TOP_K)
     return [
-        Ask(tuple(prompt), max_tokens, temperature, top_k, "", seed)
-        for seed, prompt in enumerate(prompts)
-        for temperature, top_k in kinds
+        Ask(tuple(prompt), max_tokens, temperature, top_k, "") for prompt in prompts for temperature, top_k in kinds
     ]
 
 
 def _sample_all(engine: Engine, asks: Sequence[Ask], vocab_size: int) -> dict[str, list[Drawn]]:
-    """Send the requests under each condition, and return their samples. Hits follow the misses with the same salts."""
+    """Send the requests under each condition, and return their samples. Hits follow the misses with the same salts.
 
-    def alone(salted: Sequence[Ask]) -> list[Drawn]:
-        return [engine.sample(ask) for ask in salted]
+    Raise ConfigError for a token that is not less than `vocab_size`.
+    """
 
-    def in_company(salted: Sequence[Ask]) -> list[Drawn]:
-        others = _salted([_other(asks, seed, vocab_size) for seed in range(NUM_OTHERS)])
+    def sample(ask: Ask) -> Drawn:
+        drawn = engine.sample(ask)
+        if (most := max(drawn.token_ids)) >= vocab_size:
+            raise ConfigError(
+                f"model: its vocabulary has {vocab_size} tokens, but the engine drew token {most}; give the checkpoint "
+                f"of the model {printable(engine.model)} that the engine serves"
+            )
+        return drawn
+
+    def alone(name: str, salted: Sequence[Ask]) -> list[Drawn]:
+        _log.info("sampling: %s", name)
+        return [sample(ask) for ask in salted]
+
+    def in_company(name: str, salted: Sequence[Ask]) -> list[Drawn]:
+        _log.info("sampling: %s", name)
+        others = _salted([_other(asks, number, vocab_size) for number in range(NUM_OTHERS)])
         with ThreadPoolExecutor(len(salted) + len(others)) as pool:
-            return [*pool.map(engine.sample, [*salted, *others])][: len(salted)]
+            return [*pool.map(sample, [*salted, *others])][: len(salted)]
 
     first, second, third = _salted(asks), _salted(asks), _salted(asks)
-    found = {MISS: alone(first), AGAIN: alone(second), HIT: alone(first)}
-    return found | {MISS_IN_COMPANY: in_company(third), HIT_IN_COMPANY: in_company(third)}
+    found = {MISS: alone(MISS, first), AGAIN: alone(AGAIN, second), HIT: alone(HIT, first)}
+    found[MISS_IN_COMPANY] = in_company(MISS_IN_COMPANY, third)
+    found[HIT_IN_COMPANY] = in_company(HIT_IN_COMPANY, third)
+    return found
 
 
 def _salted(asks: Sequence[Ask]) -> list[Ask]:
     return [replace(ask, salt=f"trueroll-audit-{secrets.token_hex(16)}") for ask in asks]
 
 
-def _other(asks: Sequence[Ask], seed: int, vocab_size: int) -> Ask:
+def _other(asks: Sequence[Ask], number: int, vocab_size: int) -> Ask:
     """Return a request with random tokens, as long as one of the requests."""
-    chance, like = random.Random(seed), asks[seed % len(asks)]
+    chance, like = random.Random(number), asks[number % len(asks)]
     prompt = tuple(chance.randrange(vocab_size) for _ in like.prompt)
-    return Ask(prompt, like.max_tokens, 1.0, -1, "", seed)
+    return Ask(prompt, like.max_tokens, 1.0, -1, "")
 
 
 def _compare(server: str, trainer: Trainer, asks: Sequence[Ask], found: Mapping[str, list[Drawn]]) -> EngineAudit:
-    distinct: list[Sampled] = [
-        *dict.fromkeys((ask, drawn.token_ids) for each in found.values() for ask, drawn in zip(asks, each, strict=True))
-    ]
-    plain = {dtype: trainer.plain(distinct, dtype) for dtype in DTYPES}
-    first = [distinct.index((ask, drawn.token_ids)) for ask, drawn in zip(asks, found[MISS], strict=True)]
-    by_dtype: dict[str, dict[DistributionName, np.ndarray]] = {
-        dtype: {name: np.concatenate([rows[i] for i in first]) for name, rows in by_name.items()}
-        for dtype, by_name in plain.items()
+    samples = {
+        name: [(ask, drawn.token_ids) for ask, drawn in zip(asks, each, strict=True)] for name, each in found.items()
     }
-    greedy = np.concatenate(
-        [np.full(len(drawn.token_ids), not ask.temperature) for ask, drawn in zip(asks, found[MISS], strict=True)]
-    )
-    verdict = judge(np.concatenate([drawn.logprobs for drawn in found[MISS]]), greedy, by_dtype)
+    told: dict[Sampled, np.ndarray] = {}
+    for name in (AGAIN, MISS):
+        told |= {key: drawn.logprobs for key, drawn in zip(samples[name], found[name], strict=True)}
+    plain = {dtype: trainer.plain([*told], dtype) for dtype in DTYPES}
+    verdict = _judge(told, plain)
     dtype = verdict.dtype or trainer.dtype
-    own = dict(zip(distinct, plain[dtype][verdict.distribution], strict=True))
+    distinct = [*dict.fromkeys(key for each in samples.values() for key in each)]
+    own = dict(zip(told, plain[dtype][verdict.distribution], strict=True))
+    if others := [key for key in distinct if key not in own]:
+        own |= zip(others, trainer.plain(others, dtype)[verdict.distribution], strict=True)
     aligned = dict(zip(distinct, trainer.aligned(distinct, dtype, verdict.distribution), strict=True))
     conditions = tuple(_condition(name, asks, found, aligned, own) for name in found)
     changes = {each.name: each.change for each in conditions}
@@ -185,6 +205,17 @@ def _compare(server: str, trainer: Trainer, asks: Sequence[Ask], found: Mapping[
     )
     causes = find_causes(verdict, trainer.dtype, pairs, is_exact, TEMPERATURE)
     return EngineAudit(server, dtype, verdict.distribution, conditions, causes)
+
+
+def _judge(
+    told: Mapping[Sampled, np.ndarray], plain: Mapping[str, Mapping[DistributionName, Sequence[np.ndarray]]]
+) -> Verdict:
+    """Judge the engine's log-probs `told`. `plain`: the trainer's of the same samples in each dtype."""
+    by_dtype: dict[str, dict[DistributionName, np.ndarray]] = {
+        dtype: {name: np.concatenate(rows) for name, rows in by_name.items()} for dtype, by_name in plain.items()
+    }
+    greedy = np.concatenate([np.full(len(token_ids), not ask.temperature) for ask, token_ids in told])
+    return judge(np.concatenate([*told.values()]), greedy, by_dtype)
 
 
 def _condition(

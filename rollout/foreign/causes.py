@@ -1,42 +1,61 @@
 """The likely causes of differences between an engine and a trainer, from measurements alone.
 
 An engine does not tell its dtype, so the size of the differences does: rounding to bfloat16, float16 or float32 moves
-log-probs by typical amounts, which the same checkpoint shows in these dtypes. Medians are compared, so that a few
-tokens on the edge of a filter do not count.
+log-probs by typical amounts, which the same checkpoint shows in these dtypes. The engine's difference from exact
+log-probs and the trainer's are compared token by token, because rounding moves some tokens much more than others. The
+geometric mean of these ratios has a known spread: the logarithm of the ratio of two independent normal errors has the
+standard deviation pi/2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, log
-from typing import Literal, TypeAlias
+from math import exp, inf, log, pi, sqrt
 
 import numpy as np
 
 from trueroll.errors import ConfigError
 
+from ..auditing import Cause
 from .trainer import DISTRIBUTIONS, DistributionName
 
-CauseName: TypeAlias = Literal["weights", "dtype", "distribution", "nondeterminism", "cache", "batch", "rounding"]
-BEYOND_ROUNDING = 4.0
-"""Differences that are this many times larger than those of bfloat16 come from other weights. Engines that round in
-other places than transformers stay well below.
+MOST_ROUNDING = sqrt(2.0)
+"""The largest ratio of differences that rounding alone explains: that of an engine that rounds twice as often as
+transformers. If the ratio is certainly larger, the engine has other weights.
+"""
+SPREADS = 3.0
+"""A ratio is certainly larger than a limit if it is larger by this many standard deviations: an engine at the limit is
+accused in one of 700 audits.
 """
 CLEARLY = 2.0
 """A distribution is the engine's if the differences under every other distribution are this many times larger."""
 _CERTAIN = -0.05
 """Tokens with a higher log-prob are left out: rounding hardly moves a probability near 1."""
+_FINER = {
+    dtype: f". If the engine was started in {finer}, its weights differ slightly: compare versions"
+    for dtype, finer in (("bfloat16", "float16 or float32"), ("float16", "float32"))
+}
 _OF_FLOAT32 = 2.0**-16
 """The rounding step of float32, in those of bfloat16."""
 
 
 @dataclass(frozen=True)
-class Cause:
-    """A likely cause. `text`: what was measured, and what to do."""
+class Ratio:
+    """How many times larger the engine's differences from exact log-probs are than the trainer's in one dtype.
 
-    name: CauseName
-    text: str
+    `value`: the geometric mean of the tokens' ratios. `low`, `high`: `SPREADS` standard deviations below and above it.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Ratio:
+        return Ratio(self.value * factor, self.low * factor, self.high * factor)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2g} ({self.low:.2g} to {self.high:.2g})"
 
 
 @dataclass(frozen=True)
@@ -45,14 +64,14 @@ class Verdict:
 
     `dtype`: the dtype in which the engine computes; None if the engine's weights are other weights. `distribution`: the
     distribution of the engine's log-probs. `is_clear`: whether no other distribution comes near. `distance`: the median
-    |engine - trainer in float32|. `noise`: the same for the trainer in bfloat16.
+    |engine - trainer in float32|. `ratio`: to the trainer in `dtype`, or in bfloat16 for other weights.
     """
 
     dtype: str | None
     distribution: DistributionName
     is_clear: bool
     distance: float
-    noise: float
+    ratio: Ratio
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ def judge(
 ) -> Verdict:
     """Find the dtype and the distribution of an engine's log-probs.
 
-    `told`: the engine's log-probs of all tokens of the first condition, float32 [tokens]. `is_greedy`: whether each
+    `told`: the engine's log-probs of all tokens of misses alone, float32 [tokens]. `is_greedy`: whether each
     token is of a greedy sample: its log-prob has the same value under every distribution, bool [tokens]. `by_dtype`:
     the trainer's log-probs of the same tokens, float32 [tokens], in bfloat16, float16 and float32.
 
@@ -110,15 +129,13 @@ def judge(
     distribution = min(DISTRIBUTIONS, key=by_name.__getitem__)
     others = [distance for name, distance in by_name.items() if name != distribution]
     is_clear = min(others) > CLEARLY * by_name[distribution]
-    right = exact[distribution][is_open]
-    noises = {name: _median(by_dtype[name][distribution][is_open], right) for name in ("bfloat16", "float16")}
-    noise = noises["bfloat16"]
-    noises["float32"] = noise * _OF_FLOAT32
-    distance = _median(told[is_open], right)
-    if distance > BEYOND_ROUNDING * noise:
-        return Verdict(None, distribution, is_clear, distance, noise)
-    dtype = min(noises, key=lambda name: _apart(distance, noises[name])) if distance else "float32"
-    return Verdict(dtype, distribution, is_clear, distance, noise)
+    own = {dtype: each[distribution][is_open] for dtype, each in by_dtype.items()}
+    ratios = {name: _ratio(told[is_open], own[name], own["float32"]) for name in ("bfloat16", "float16")}
+    ratios["float32"] = ratios["bfloat16"].times(1 / _OF_FLOAT32)
+    is_other = ratios["bfloat16"].low > MOST_ROUNDING
+    nearest = "bfloat16" if is_other else min(ratios, key=lambda name: abs(log(ratios[name].value)))
+    distance = _median(told[is_open], own["float32"])
+    return Verdict(None if is_other else nearest, distribution, is_clear, distance, ratios[nearest])
 
 
 def _median(one: np.ndarray, other: np.ndarray) -> float:
@@ -126,9 +143,16 @@ def _median(one: np.ndarray, other: np.ndarray) -> float:
         return float(np.median(np.nan_to_num(np.abs(one - other), nan=inf, posinf=inf)))
 
 
-def _apart(distance: float, noise: float) -> float:
-    """Return how many times one is larger than the other, as a logarithm."""
-    return abs(log(distance / noise)) if 0 < noise < inf else inf
+def _ratio(engine: np.ndarray, trainer: np.ndarray, exact: np.ndarray) -> Ratio:
+    """Compare |engine - exact| with |trainer - exact|, each at least the rounding step of the exact value. Tokens that
+    the trainer's filters exclude are left out.
+    """
+    is_kept = np.isfinite(exact) & np.isfinite(trainer)
+    exact = exact[is_kept]
+    step = np.spacing(np.abs(exact))
+    own, other = (np.log(np.maximum(np.abs(each[is_kept] - exact), step)) for each in (trainer, engine))
+    middle, spread = float(np.mean(other - own)), max(pi / 2, float(np.std(other - own))) / sqrt(len(exact))
+    return Ratio(exp(middle), exp(middle - SPREADS * spread), exp(middle + SPREADS * spread))
 
 
 def find_causes(
@@ -142,8 +166,9 @@ def find_causes(
     if not is_exact and verdict.dtype == dtype and not any(cause.name == "nondeterminism" for cause in causes):
         text = (
             f"the engine's log-probs are off by the rounding of {dtype} (median {verdict.distance:.2g} nats from exact "
-            f"ones; transformers: {verdict.noise:.2g}): its kernels round in other places than the trainer's; correct "
-            "the ratio in the loss, or serve and train with one arithmetic (`trueroll serve`, `align`)"
+            f"ones, {verdict.ratio} times as large as those of transformers): its kernels round in other places than "
+            "the trainer's. Weights that differ by less are not distinguishable from rounding. Correct the ratio in "
+            "the loss, or serve and train with one arithmetic (`trueroll serve`, `align`)"
         )
         causes.append(Cause("rounding", text))
     return tuple(causes)
@@ -152,9 +177,10 @@ def find_causes(
 def _of_sizes(verdict: Verdict, dtype: str, temperature: float) -> list[Cause]:
     if verdict.dtype is None:
         text = (
-            f"the median difference is {verdict.distance:.2g} nats, but rounding to bfloat16 explains only "
-            f"{verdict.noise:.2g}: the engine serves other weights than the checkpoint (another model or version, an "
-            "adapter, quantized weights); compare the engine's model and version with the trainer's"
+            f"the differences from exact log-probs (median {verdict.distance:.2g} nats) are {verdict.ratio} times as "
+            f"large as rounding to bfloat16 makes them, which explains at most {MOST_ROUNDING:.2g} times: the engine "
+            "serves other weights than the checkpoint (another model or version, another config.json, an adapter, "
+            "quantized weights or KV cache); compare the engine's model and version with the trainer's"
         )
         return [Cause("weights", text)]
     causes = []
@@ -162,7 +188,7 @@ def _of_sizes(verdict: Verdict, dtype: str, temperature: float) -> list[Cause]:
         text = (
             f"the differences have the size of {verdict.dtype} (median {verdict.distance:.2g} nats from exact "
             f"log-probs), but the checkpoint's dtype is {dtype}; start the engine with --dtype {dtype}, or train in "
-            f"{verdict.dtype}. If the engine's dtype is {dtype}, its weights differ slightly: compare versions"
+            f"{verdict.dtype}{_FINER.get(verdict.dtype, '')}"
         )
         causes.append(Cause("dtype", text))
     if verdict.distribution == "raw" and verdict.is_clear:

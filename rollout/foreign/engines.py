@@ -19,6 +19,9 @@ from .wire import Wire
 _PLAIN = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Sampling parameters that are off. Without them, a server would use the defaults of the model's generation config."""
 _NAME = "token_id:"
+_MOST_NAME_CHARS = 1000
+_LEAST, _MOST = -1e6, 1e-3
+"""Limits of a log-prob. Rounding can move it above 0."""
 T = TypeVar("T")
 
 
@@ -33,7 +36,6 @@ class Ask:
     temperature: float
     top_k: int
     salt: str
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ def find_engine(wire: Wire) -> Engine:
     told = wire.get("/v1/models")
     card = _read(wire, "/v1/models", lambda: dict(told["data"][0]))
     kind, model, longest = card.get("owned_by"), card.get("id"), card.get("max_model_len")
-    if kind not in _DOORS or not isinstance(model, str):
+    if not isinstance(model, str) or len(model) > _MOST_NAME_CHARS:
+        raise ProtocolError(f"{wire.url}: /v1/models has no usable name of a model (got {brief(model)})")
+    if kind not in _DOORS:
         raise ConfigError(
             f"address: the server at {wire.url} says that its models are owned by {brief(kind)}; an audit supports "
             f"the servers of {', '.join(_DOORS)}: give the URL of such a server, not of a gateway in front of it"
@@ -81,13 +85,15 @@ def find_engine(wire: Wire) -> Engine:
 
 
 class CompletionsEngine:
-    """vLLM's `/v1/completions`, which trueroll's front end serves, too."""
+    """vLLM's `/v1/completions`, which trueroll's front end serves, too. Requests have no seed: vLLM's CPU build 0.32.0
+    ends if a request with a seed is prefilled in chunks.
+    """
 
     def __init__(self, wire: Wire, kind: str, model: str, max_model_len: int | None) -> None:
         self._wire, self.kind, self.model, self.max_model_len = wire, kind, model, max_model_len
 
     def sample(self, ask: Ask) -> Drawn:
-        drawn = dict(max_tokens=ask.max_tokens, temperature=ask.temperature, top_k=ask.top_k, seed=ask.seed)
+        drawn = dict(max_tokens=ask.max_tokens, temperature=ask.temperature, top_k=ask.top_k)
         asked = dict(model=self.model, prompt=list(ask.prompt), ignore_eos=True, cache_salt=ask.salt, logprobs=1)
         path = "/v1/completions"
         told = self._wire.post(path, _PLAIN | drawn | asked | {"return_tokens_as_token_ids": True})
@@ -102,15 +108,15 @@ class CompletionsEngine:
 
 
 class SglangEngine:
-    """SGLang's `/generate`. SGLang uses the seed only with `--enable-deterministic-inference`."""
+    """SGLang's `/generate`."""
 
     def __init__(self, wire: Wire, kind: str, model: str, max_model_len: int | None) -> None:
         self._wire, self.kind, self.model, self.max_model_len = wire, kind, model, max_model_len
 
     def sample(self, ask: Ask) -> Drawn:
         drawn = dict(max_new_tokens=ask.max_tokens, temperature=ask.temperature, top_k=ask.top_k, ignore_eos=True)
-        params = _PLAIN | drawn | {"sampling_seed": ask.seed}
-        asked = dict(input_ids=list(ask.prompt), sampling_params=params, return_logprob=True, extra_key=ask.salt)
+        asked = dict(input_ids=list(ask.prompt), sampling_params=_PLAIN | drawn)
+        asked |= dict(return_logprob=True, extra_key=ask.salt)
         path = "/generate"
         told = self._wire.post(path, asked)
 
@@ -124,12 +130,14 @@ class SglangEngine:
 def _drawn(ask: Ask, token_ids: list[int], logprobs: list[float], num_cached: int | None) -> Drawn:
     """Raise ValueError or TypeError for values of another form."""
     if not 0 < len(token_ids) <= ask.max_tokens or len(token_ids) != len(logprobs):
-        raise ValueError
+        raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs for {ask.max_tokens} requested tokens")
     if any(type(token) is not int or not 0 <= token < 2**31 for token in token_ids):
-        raise ValueError
-    if num_cached is not None and type(num_cached) is not int:
-        raise ValueError
-    return Drawn(tuple(token_ids), np.array(list(map(float, logprobs)), np.float32), num_cached)
+        raise ValueError("a token id is not an integer from 0 to 2**31 - 1")
+    if num_cached is not None and (type(num_cached) is not int or not 0 <= num_cached <= len(ask.prompt)):
+        raise ValueError(f"{brief(num_cached)} cached tokens of a prompt of {len(ask.prompt)} tokens")
+    if any(type(logprob) not in (int, float) or not _LEAST <= logprob <= _MOST for logprob in logprobs):
+        raise ValueError("a log-prob is not a number from -1e6 to 1e-3")
+    return Drawn(tuple(token_ids), np.array(logprobs, np.float32), num_cached)
 
 
 def _read(wire: Wire, path: str, read: Callable[[], T]) -> T:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from trueroll.errors import ModelError, brief
 
 from ...engine.models.loader import read_config
 from ...engine.models.names import resolve_model
@@ -22,12 +25,14 @@ DISTRIBUTIONS: tuple[DistributionName, ...] = ("raw", "temperature", "processed"
 Sampled: TypeAlias = tuple[Ask, tuple[int, ...]]
 """A request and the token ids of its sample."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_log = logging.getLogger(__name__)
 
 
 class Trainer:
     """Computes log-probs with the weights of a checkpoint. Holds one copy of the weights at a time.
 
-    `model`: name or folder of the model, as for a worker. Methods raise ModelError if the checkpoint cannot be loaded.
+    `model`: name or folder of the model, as for a worker. Raise ModelError if its config.json cannot be used. Methods
+    raise ModelError if the checkpoint cannot be loaded.
     `dtype`: name of the checkpoint's dtype. `vocab_size`, `max_len`: limits of the model.
     """
 
@@ -36,12 +41,18 @@ class Trainer:
         config = read_config(self._folder)
         text = {**config, **(config.get("text_config") or {})}
         self.dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32")
+        if self.dtype not in DTYPES:
+            raise ModelError(
+                f"{self._folder}: an audit of an HTTP server needs a checkpoint in {', '.join(DTYPES)} (got "
+                f"{brief(self.dtype)}); convert the checkpoint"
+            )
         self.vocab_size, self.max_len = int(text["vocab_size"]), int(text.get("max_position_embeddings") or 2**20)
 
     def plain(self, samples: Sequence[Sampled], dtype: str) -> dict[DistributionName, list[np.ndarray]]:
         """Return the log-probs that transformers' own forward pass computes for each sample's tokens, under each
         distribution: one float32 array per sample.
         """
+        _log.info("computing log-probs in %s", dtype)
         model = load_trainer(self._folder, DTYPES[dtype])
         found = [_plain(model, *sample) for sample in samples]
         return {name: [row[name] for row in found] for name in DISTRIBUTIONS}
@@ -51,6 +62,7 @@ class Trainer:
 
         Raise AlignmentError for a model that the ops cannot compute.
         """
+        _log.info("computing log-probs in %s, aligned", dtype)
         model = load_trainer(self._folder, DTYPES[dtype])
         align(model)
         return list(_aligned(model, samples, distribution))

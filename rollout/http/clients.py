@@ -109,13 +109,11 @@ def api_key(config: HttpConfig) -> bytes | None:
     Raise ConfigError if a required key is missing or malformed, if other users can read the key's file, or if a clients
     file is given in addition to a key.
     """
-    found = os.environ.get(API_KEY_VARIABLE, "").encode(errors="surrogateescape")
-    where = API_KEY_VARIABLE
     if config.api_key_file is not None:
-        where, found = "api_key_file", read_private_file("api_key_file", config.api_key_file, MOST_KEY_BYTES)
-    key = found.strip()
-    if not _is_api_key(key) or (config.api_key_file is not None and not key):
-        raise ConfigError(f"{where}: an API key must be printable ASCII characters without spaces; correct the key")
+        where, key = "api_key_file", read_api_key(config.api_key_file)
+    else:
+        where, key = API_KEY_VARIABLE, os.environ.get(API_KEY_VARIABLE, "").encode(errors="surrogateescape").strip()
+        _check_sendable(where, key)
     if key and config.clients_file is not None:
         raise ConfigError(
             f"clients_file: cannot be combined with the key in {where}; give only one of the two settings"
@@ -126,6 +124,20 @@ def api_key(config: HttpConfig) -> bytes | None:
             f"set {API_KEY_VARIABLE}, or listen on 127.0.0.1"
         )
     return key or None
+
+
+def read_api_key(path: str) -> bytes:
+    """Return the API key in a file. Raise ConfigError if the key is missing or malformed, or if other users can read
+    the file.
+    """
+    key = read_private_file("api_key_file", path, MOST_KEY_BYTES).strip()
+    _check_sendable("api_key_file", key or b" ")
+    return key
+
+
+def _check_sendable(where: str, key: bytes) -> None:
+    if not _is_api_key(key):
+        raise ConfigError(f"{where}: an API key must be printable ASCII characters without spaces; correct the key")
 
 
 def _is_api_key(key: bytes) -> bool:

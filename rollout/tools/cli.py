@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import sys
 from enum import StrEnum
@@ -76,6 +77,8 @@ def _check_folder(file: Path | None) -> Path | None:
         raise typer.BadParameter(f"the folder {file.parent} does not exist; create it, or give another file")
     if file is not None and file.is_dir():
         raise typer.BadParameter(f"{file} is a folder; give a file")
+    if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"{file} cannot be written; give a file that you may write")
     return file
 
 
@@ -347,14 +350,16 @@ def _check_audited(address: str) -> str:
     return address if _is_http(address) else check_worker(address)
 
 
-def _audit_engine(model: str, url: str, plot: Path | None) -> None:
+def _audit_engine(model: str, url: str, plot: Path | None, api_key_file: str | None) -> None:
     from ..foreign.audit import audit_engine
+    from ..http.clients import read_api_key
     from .pictures import plot_conditions
 
-    found = audit_engine(model, url)
+    log_to_stderr(logging.INFO)
+    found = audit_engine(model, url, api_key=api_key_file and read_api_key(api_key_file).decode())
+    typer.echo(printable(str(found), kept=LINES))
     if plot is not None:
         plot_conditions(found, f"{found.server}, trainer in {found.dtype}", plot)
-    typer.echo(printable(str(found), kept=LINES))
     _exit_unless(not found.causes)
 
 
@@ -377,6 +382,10 @@ def audit(
             callback=_check_folder,
         ),
     ] = None,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(help="File with the API key of an HTTP server. Other users must not be able to read the file."),
+    ] = None,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
@@ -392,8 +401,10 @@ def audit(
     if plot is not None:
         check_can_plot()
     if _is_http(address):
-        _audit_engine(model, address, plot)
+        _audit_engine(model, address, plot, api_key_file)
         return
+    if api_key_file is not None:
+        raise typer.BadParameter("--api-key-file needs the URL of an HTTP server; use --client-key-file for a worker")
     contact(address, WORKER_SECONDS)
     from ..auditing import audit_folder
 

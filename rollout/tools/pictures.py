@@ -47,11 +47,11 @@ def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
         places = [place for sample in audit.differences for place in range(len(sample))]
         values = [value for sample in audit.differences for value in sample]
         axes.scatter(places, values, s=10, color=color, label=label, zorder=2 + audit.is_aligned)
-    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
+    _set_title(axes, title)
     axes.set_xlabel("token of the sample")
     axes.set_ylabel("trainer's log-prob - worker's (nats)")
     figure.legend(loc="outside lower center")
-    figure.savefig(file, format="png")
+    _save(figure, file)
 
 
 def plot_conditions(audit: EngineAudit, title: str, file: Path) -> None:
@@ -71,11 +71,11 @@ def plot_conditions(audit: EngineAudit, title: str, file: Path) -> None:
         name = {"plain": "transformers", "aligned": "aligned trainer"}[trainer]
         label = f"{name}: {sum(each.num_different for each in distances)} of {len(values)} differ"
         axes.scatter(places, values, s=6, color=color, label=label, zorder=order)
-    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
+    _set_title(axes, title)
     axes.set_xticks([i + 0.4 for i in range(len(audit.conditions))], [each.name for each in audit.conditions])
     axes.set_ylabel("trainer's log-prob - engine's (nats)")
     figure.legend(loc="outside lower center")
-    figure.savefig(file, format="png")
+    _save(figure, file)
 
 
 def plot_speeds(speeds: Mapping[tuple[str, str], Sequence[float]], title: str, file: Path) -> None:
@@ -93,11 +93,11 @@ def plot_speeds(speeds: Mapping[tuple[str, str], Sequence[float]], title: str, f
         medians = [median(each) for each in runs]
         lines = [[m - each[0], each[-1] - m] for m, each in zip(medians, runs, strict=True)]
         axes.bar(places, medians, width, label=system, yerr=list(zip(*lines, strict=True)), capsize=3)
-    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
+    _set_title(axes, title)
     axes.set_xticks(range(len(workloads)), workloads)
     axes.set_ylabel("generated tokens per second")
     axes.legend()
-    figure.savefig(file, format="png")
+    _save(figure, file)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
@@ -105,3 +105,15 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def _set_title(axes: Any, title: str) -> None:
+    """A title has names of models, in which a $ is not the start of a formula."""
+    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium", parse_math=False)
+
+
+def _save(figure: Any, file: Path) -> None:
+    try:
+        figure.savefig(file, format="png")
+    except OSError as error:
+        raise ConfigError(f"plot: cannot write {file}: {error.strerror or error}; give another file") from None

@@ -144,6 +144,17 @@ def test_an_output_path_that_is_a_folder_is_refused_before_the_work(tmp_path: Pa
     assert result.returncode == 2 and f"{tmp_path} is a folder; give a file" in result.stderr
 
 
+def test_an_output_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """root may write everywhere, so the answer of the system is replaced."""
+    asked = list[Path]()
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: asked.append(path))
+    shown = CliRunner().invoke(cli.app, ["audit", "smollm2", "http://127.0.0.1:1", "--plot", str(tmp_path / "a.png")])
+    assert shown.exit_code == 2 and "cannot be written; give a file that you may write" in shown.output
+    assert asked == [tmp_path]
+
+
 def test_an_output_file_in_a_missing_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     result = trueroll("verify", "smollm2", "--json", str(tmp_path / "missing" / "report.json"))
     assert result.returncode == 2

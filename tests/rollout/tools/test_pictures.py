@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from trueroll.errors import ConfigError
 from trueroll.rollout import Audit
 from trueroll.rollout.foreign.audit import Condition, Distance, EngineAudit
 from trueroll.rollout.foreign.causes import Change
@@ -61,6 +62,13 @@ def test_each_token_of_each_condition_is_a_dot(axes: list[Any], tmp_path: Path) 
         plain.get_label() == "transformers: 4 of 4 differ" and aligned.get_label() == "aligned trainer: 0 of 4 differ"
     )
     assert [label.get_text() for label in axes[0].get_xticklabels()] == ["miss", "hit"]
+
+
+def test_titles_are_no_formulas_and_unwritable_files_are_named(axes: list[Any], tmp_path: Path) -> None:
+    pictures.plot_differences([audit_of(True, [0.0])], r"a model $\frac{$", tmp_path / "a.png")
+    assert (tmp_path / "a.png").exists() and axes[0].get_title() == r"a model $\frac{$"
+    with pytest.raises(ConfigError, match="plot: cannot write /dev/full: No space left on device; give another file"):
+        pictures.plot_differences([audit_of(True, [0.0])], "a title", Path("/dev/full"))
 
 
 def test_bars_are_medians_with_the_range_of_all_runs(axes: list[Any], tmp_path: Path) -> None:
