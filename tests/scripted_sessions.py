@@ -47,11 +47,13 @@ class Model:
     version: int = 0
     old_kv: tuple[WeightSpan, ...] = ()
     tracer: Any = None
+    adapters: list[str | None] = field(default_factory=list)
     _parts: dict[tuple[int, ...], Reply] = field(default_factory=dict)
 
-    async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    async def generate(self, prompts: list[list[int]], params: SamplingParams, adapter: str | None = None) -> list[Any]:
         self.prompts += prompts
         self.params.append(params)
+        self.adapters.append(adapter)
         reply = self.replies.pop(0)
         if self.gate is not None:
             await self.gate.wait()

@@ -40,11 +40,11 @@ FOREIGN_ALLOWED_TO = {
         f"kernels.triton.{name}": {"triton"}
         for name in ("launch", "products", "attention", "experts", "peers", "rows", "recurrence", "head")
     },
-    **{f"rollout.http.{name}": {"starlette"} for name in ("bodies", "guard", "lifecycle", "pages", "wire")},
+    **{f"rollout.http.{name}": {"starlette"} for name in ("adapters", "bodies", "guard", "lifecycle", "pages", "wire")},
     **{f"rollout.http.{name}": {"opentelemetry", "starlette"} for name in ("app", "tracing")},
     **{f"rollout.{name}": {"opentelemetry"} for name in ("tracing", "client.client", "fleet.client", "http.server")},
     **{f"rollout.http.{room}.endpoints": {"starlette"} for room in ("agents", "tinker")},
-    **{f"rollout.http.sglang.{name}": {"starlette"} for name in ("control", "generate", "info", "weights")},
+    **{f"rollout.http.sglang.{name}": {"starlette"} for name in ("adapters", "control", "generate", "info", "weights")},
     "rollout.http.bounds": {"h11"},
     **{f"rollout.http.{name}": {"h11", "starlette"} for name in ("connections", "exchange")},
     "rollout.integrations.verl.plugin": {"verl"},

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Scope
 from trueroll.errors import InvalidRequestError, TruerollError
 
 from ...engine.request import TokenId
+from .adapters import Adapters
 from .agents.chat import read_chat_call
 from .agents.endpoints import SessionEndpoints
 from .agents.messages import read_count_call, read_messages_call
@@ -42,6 +43,7 @@ from .pages import FILES, Pages
 from .paths import SESSION, SESSIONS
 from .pieces import Asker, Form, FromWorker, Task
 from .samples import SampleLog
+from .sglang.adapters import SglangAdapters
 from .sglang.control import Control
 from .sglang.generate import Generation
 from .sglang.info import Info
@@ -135,10 +137,15 @@ class Endpoints:
         return await long_answer(await asker.whole(task, form), self._turns)
 
     async def models(self, request: Request) -> Response:
-        return answer({"object": "list", "data": [self._card()]})
+        adapters = await self._served.watch.adapters()
+        cards = (self._adapter_card(name, version) for name, version in adapters.items())
+        return answer({"object": "list", "data": [self._card(), *cards]})
 
     async def model(self, request: Request) -> Response:
-        self._served.check_name(request.path_params["name"])
+        name = request.path_params["name"]
+        if name != self._served.name and (version := (await self._served.watch.adapters()).get(name)) is not None:
+            return answer(self._adapter_card(name, version))
+        await self._served.named(name)
         return answer(self._card())
 
     async def tokenize(self, request: Request) -> Response:
@@ -148,11 +155,11 @@ class Endpoints:
     async def _tokenized(self, fields: dict[str, Any]) -> Response:
         if "messages" in fields:
             own = checked(TokenizeChatFields, fields)
-            self._served.check_name(own.model)
+            await self._served.named(own.model)
             tokens = (await prompt_of(own, self._served)).token_ids
         else:
             own = checked(TokenizeTextFields, fields)
-            self._served.check_name(own.model)
+            await self._served.named(own.model)
             self._served.check_texts([own.prompt], fits_context=False)
             tokens = await self._served.texts.encode(own.prompt, own.add_special_tokens)
         told = {"count": len(tokens), "max_model_len": self._served.max_model_len, "tokens": tokens}
@@ -162,7 +169,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         own = checked(DetokenizeFields, given(await self._bodies.read(request)))
-        self._served.check_name(own.model)
+        await self._served.named(own.model)
         return await while_present(request.receive, self._detokenized(own.tokens))
 
     async def _detokenized(self, tokens: list[int]) -> Response:
@@ -173,6 +180,9 @@ class Endpoints:
         served = self._served
         card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "trueroll"}
         return card | {"root": served.name, "parent": None, "max_model_len": served.max_model_len}
+
+    def _adapter_card(self, name: str, version: int) -> dict[str, Any]:
+        return self._card() | {"id": name, "root": name, "parent": self._served.name, "weight_version": version}
 
 
 def make_app(
@@ -192,6 +202,7 @@ def make_app(
     this API.
     """
     samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
+    adapters = Adapters(served, lifecycle)
     pages = Pages(served, samples, watch)
     endpoints = Endpoints(served, samples, clients, long_bodies, turns)
     sessions = SessionEndpoints(served, samples, clients, registry, long_bodies, turns)
@@ -213,6 +224,8 @@ def make_app(
         ExactRoute(f"{SESSION}/v1/responses", sessions.asking(read_response_call), methods=["POST"]),
         ExactRoute("/v1/models", endpoints.models),
         ExactRoute("/v1/models/{name:path}", endpoints.model),
+        ExactRoute("/v1/load_lora_adapter", adapters.load_route, methods=["POST"]),
+        ExactRoute("/v1/unload_lora_adapter", adapters.unload_route, methods=["POST"]),
         ExactRoute("/tokenize", endpoints.tokenize, methods=["POST"]),
         ExactRoute("/detokenize", endpoints.detokenize, methods=["POST"]),
         ExactRoute("/health", lifecycle.health),
@@ -234,9 +247,8 @@ def make_app(
     ]
     if weights is not None:
         generation = Generation(served, samples, clients, long_bodies, turns)
-        entries = sglang_routes(
-            generation, Info(served, lifecycle, counters), weights, Control(lifecycle, generation.names), lifecycle
-        )
+        info, control = Info(served, lifecycle, counters), Control(lifecycle, generation.names)
+        entries = sglang_routes(generation, info, weights, SglangAdapters(adapters), control, lifecycle)
         routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in entries]
     if promises is not None:
         counters.include(promises.collect)

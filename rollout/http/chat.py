@@ -122,7 +122,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     fields = chat_fields(body)
     params, seed = await take_sampling(fields, None, served.encode_words)
     own = checked(ChatFields, fields)
-    served.check_name(own.model)
+    served = await served.named(own.model)
     check_top_logprobs(own)
     if forced := forced_tools(own.tool_choice, own.tools):
         params = forcing(params, forced)
@@ -161,6 +161,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         skip_special_tokens=own.skip_special_tokens,
         message=last_user_message([dict(role=each.role, content=each.content) for each in own.messages]),
         marks=parser.marks if parser else {},
+        adapter=served.adapter,
     )
     return task, form
 

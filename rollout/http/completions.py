@@ -123,7 +123,7 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     fields = given(body)
     params, seed = await take_sampling(fields, DEFAULT_MAX_TOKENS, served.encode_words)
     own = checked(CompletionFields, fields)
-    served.check_name(own.model)
+    served = await served.named(own.model)
     given_prompts = _prompts(own.prompt)
     served.check_count(len(given_prompts))
     served.check_texts([each for each in given_prompts if isinstance(each, str)])
@@ -159,6 +159,7 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
         seed=seed,
         is_stream=own.stream,
         skip_special_tokens=own.skip_special_tokens,
+        adapter=served.adapter,
     )
     return task, form
 
@@ -212,6 +213,7 @@ async def _prefixes(
             sequences,
             media=media,
             distribution=prompt_distribution(params),
+            adapter=served.adapter,
             cache_salt=params.cache_salt,
             top_logprobs=params.top_logprobs,
         )

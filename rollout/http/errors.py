@@ -23,6 +23,7 @@ from trueroll.errors import (
     UnreadError,
     WorkerFailedError,
     WorkerLostError,
+    brief,
 )
 
 RETRY_AFTER_SECONDS = 1
@@ -88,6 +89,12 @@ def given_twice(name: str) -> HttpError:
     return HttpError(400, f"{name}: given twice in the query; give only one value", field=name, code="invalid_request")
 
 
+def model_not_found(name: object, note: str) -> HttpError:
+    """Return the error for a request that names a model that is not served. `note`: what is served."""
+    text = f"model: {brief(name)} is not served; {note}"
+    return HttpError(404, text, field="model", value=name, code="model_not_found")
+
+
 def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpError:
     """Return the HTTP error for any exception. An unexpected exception becomes an error with status 500 that reveals no
     details.
@@ -98,6 +105,8 @@ def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpErro
         return error
     if not isinstance(error, TruerollError):
         return HttpError(500, "server: internal error; see the server's log", code="internal")
+    if isinstance(error, InvalidRequestError) and error.field == "adapter":
+        return model_not_found(error.value, "its adapter is not loaded")
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
     is_of_prompt = error.field is not None and error.field.startswith(_OF_PROMPT)

@@ -95,7 +95,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         text = "features: vLLM's encoding of images is not supported; send processed images in the field images"
         raise HttpError(400, text, field="features", code="unsupported_parameter")
     own = checked(GenerateFields, given(body))
-    served.check_name(own.model)
+    served = await served.named(own.model)
     fields = given(own.sampling_params)
     if own.cache_salt is not None:
         fields["cache_salt"] = own.cache_salt
@@ -117,6 +117,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         params=params,
         seed=seed,
         is_stream=own.stream,
+        adapter=served.adapter,
     )
     form = GenerateForm(
         request_id=own.request_id or served.new_id("generate"),

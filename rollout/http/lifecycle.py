@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from ..publisher.publisher import WeightPublisher
 
-HEALTH_SECONDS = 5.0
 PATIENCE_SECONDS = 0.025
 """Maximum time, in seconds, for which `/health` waits for the worker while a recent report is available."""
 PUSH_SECONDS = 60.0
@@ -226,12 +225,7 @@ class Lifecycle:
 
     async def report(self) -> protocol.Health:
         """Return the worker's health. Raise HttpError if the worker does not answer in time."""
-        try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                return await self.client.health()
-        except TimeoutError:
-            text = f"worker did not answer within {HEALTH_SECONDS:g} s; check that the worker is running"
-            raise HttpError(503, text, code="worker_lost") from None
+        return await self.watch.now()
 
 
 def _next_version(served: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trueroll.errors import InvalidRequestError, brief
@@ -14,9 +14,10 @@ from ..client.client import AsyncRolloutClient
 from ..protocol import new_id
 from ..text import ANY, TooMany, num_chars
 from .answers import TokenBytes, check_answer
-from .errors import HttpError
+from .errors import HttpError, model_not_found
 from .images import Images
 from .texts import Texts
+from .watch import Watch
 
 _LEAST_LONGEST_TOKEN = 16
 """Lower bound for the length of the longest token, in characters. Tokenizers may drop spaces or join characters, so a
@@ -26,15 +27,17 @@ token can represent more characters than the longest entry of the vocabulary has
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model.
+    """The served model, or one of its named adapters.
 
-    `name`: the name that clients use. `max_prompts`: maximum number of prompts in a request, which is the worker's
+    `name`: the name that clients use. `watch`: polls the worker. `adapter`: the adapter that answers; None for the base
+    weights. `max_prompts`: maximum number of prompts in a request, which is the worker's
     `max_queued_requests`. `images`: reads the images of requests. `created`: start of this front end, in seconds since
     1970. `max_text_chars`, `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the
     parameters of a request. `vocab_size`, `route_bytes`: as in `EngineInfo`.
     """
 
     client: AsyncRolloutClient
+    watch: Watch
     texts: Texts
     images: Images
     name: str
@@ -47,6 +50,7 @@ class ServedModel:
     vocab_size: int
     route_bytes: int
     salted: Callable[[SamplingParams], SamplingParams] = field(default=lambda params: params)
+    adapter: str | None = None
 
     @property
     def salt(self) -> str | None:
@@ -58,16 +62,21 @@ class ServedModel:
         """Maximum length of a prompt in characters, reached if every token of the context is the longest token."""
         return self.max_model_len * max(self.texts.longest_token, _LEAST_LONGEST_TOKEN)
 
-    def check_name(self, name: str | None) -> None:
-        """Raise HttpError if a request names a model that is not served."""
-        if name is not None and name != self.name:
-            raise HttpError(
-                404,
-                f"model: {brief(name)} is not served; the served model is {self.name!r}",
-                field="model",
-                value=name,
-                code="model_not_found",
-            )
+    async def named(self, name: str | None) -> ServedModel:
+        """Return what answers a request that names a model: this model or one of its adapters. None names this model.
+
+        Raise HttpError if the worker serves no adapter with this name.
+        """
+        if name is None or name == self.name:
+            return self
+        if not await self.watch.serves(name):
+            note = f"the served model is {self.name!r}, and it has no adapter with this name"
+            raise model_not_found(name, note)
+        return self.adapted(name)
+
+    def adapted(self, adapter: str) -> ServedModel:
+        """Return one of the model's adapters, which clients name as a model."""
+        return replace(self, name=adapter, adapter=adapter)
 
     def check_count(self, num_prompts: int) -> None:
         """Raise InvalidRequestError if a request has more prompts than the worker's queue can hold."""

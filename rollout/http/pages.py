@@ -18,7 +18,6 @@ from starlette.responses import RedirectResponse, Response
 
 from trueroll.errors import brief
 
-from ...engine.request import SamplingParams
 from .clients import client_of
 from .errors import HttpError, given_twice
 from .fields import Fields, checked
@@ -108,7 +107,7 @@ class Pages:
         group = self._group(request, _whole(request, "group"))
         told = {
             "num_prompt_tokens": len(group.prompt),
-            "params": {name: getattr(group.params, name) for name in SHOWN} | _further(group.params),
+            "params": {name: getattr(group.params, name) for name in SHOWN} | _further(group),
             "seed": None if group.seed is None else str(group.seed),
             "samples": [_told(sample, self._served.eos_token_ids) for sample in group.samples],
             "num_images": group.num_images,
@@ -171,6 +170,7 @@ class Pages:
             distribution=drawn,
             cache_salt=group.params.cache_salt,
             start=len(group.prompt),
+            adapter=group.adapter,
         )
         told: dict[str, Any] = {"weight_versions": told_spans(score.weight_versions)}
         if sample.logprobs is None:
@@ -236,13 +236,14 @@ def _viewer(request: Request) -> str | None:
     return None if client.role == "control" else client.user
 
 
-def _further(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, except for private parameters and parameters shown
-    elsewhere. For a parameter that is a list, return only the length of the list.
+def _further(group: KeptGroup) -> dict[str, Any]:
+    """Return the adapter of a group, and the parameters that differ from their defaults, except for private parameters
+    and parameters shown elsewhere. For a parameter that is a list, return only the length of the list.
     """
     hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
-    found = params.model_dump(exclude=hidden, exclude_defaults=True)
-    return {name: f"{len(value)} given" if isinstance(value, tuple) else value for name, value in found.items()}
+    found = group.params.model_dump(exclude=hidden, exclude_defaults=True)
+    told = {name: f"{len(value)} given" if isinstance(value, tuple) else value for name, value in found.items()}
+    return told | ({} if group.adapter is None else {"adapter": group.adapter})
 
 
 def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class Task:
     `message`: the beginning of the last user message of a conversation, for the page at `/ui`. `marks`: texts of some
     tokens in the text of the answer, as in `Texts.decode`. `is_kept`: whether the samples are kept for the page at
     `/ui`. `keeps_stop`: the text of a sample contains the stop token or stop string that ended it. `request_ids`: ids
-    of the requests to the worker, one for each prompt; None means new ids.
+    of the requests to the worker, one for each prompt; None means new ids. `adapter`: the named adapter that draws the
+    samples; None for the base weights.
     """
 
     prompts: list[list[int]]
@@ -134,6 +135,7 @@ class Task:
     is_kept: bool = True
     keeps_stop: bool = False
     request_ids: list[str] | None = None
+    adapter: str | None = None
 
 
 class Source(Protocol):
@@ -158,13 +160,14 @@ class FromWorker:
     async def samples(self) -> list[list[SampleOutput]]:
         task = self.task
         named: dict[str, Any] = dict(seed=task.seed, media=task.media, request_ids=task.request_ids)
+        named["adapter"] = task.adapter
         groups = await self.client.generate(task.prompts, task.params, **named)
         return [[*group.samples] for group in groups]
 
     def stream(self) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
         task = self.task
         wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed, media=task.media)
-        wishes["request_ids"] = task.request_ids
+        wishes |= dict(request_ids=task.request_ids, adapter=task.adapter)
         return self.client.stream(task.prompts, task.params, **wishes)
 
 
@@ -229,7 +232,8 @@ class Asker:
     def _keep(self, task: Task, position: int, samples: Iterable[SampleOutput]) -> None:
         if task.is_kept:
             prompt, images = task.prompts[position], task.media[position]
-            self._samples.add(prompt, task.params, task.seed, samples, self._user, task.message, images)
+            about: dict[str, Any] = dict(message=task.message, images=images, adapter=task.adapter)
+            self._samples.add(prompt, task.params, task.seed, samples, self._user, **about)
 
     def _choice(self, task: Task, position: int, sample: SampleOutput, usage: Usage) -> Piece:
         check_sample(sample)

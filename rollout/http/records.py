@@ -121,6 +121,7 @@ async def _prompt_record(
         [token_ids],
         media=[prompt.images],
         distribution=prompt_distribution(params),
+        adapter=served.adapter,
         cache_salt=params.cache_salt,
     )
     if (k := own.prompt_logprobs) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class KeptGroup:
     the request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if
     clients have no names. `message`: the beginning of the last user message; None if the request is not a conversation
     or has no user message. `num_images`: number of images in the prompt. `images`: the images; empty if they need more
-    than `MOST_IMAGE_BYTES`.
+    than `MOST_IMAGE_BYTES`. `adapter`: the named adapter that drew the samples; None for the base weights.
     """
 
     id: int
@@ -77,6 +78,7 @@ class KeptGroup:
     message: str | None = None
     num_images: int = 0
     images: tuple[ImageInput, ...] = ()
+    adapter: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -107,6 +109,7 @@ class SampleLog:
         user: str | None = None,
         message: str | None = None,
         images: tuple[ImageInput, ...] = (),
+        adapter: str | None = None,
     ) -> None:
         """Keep a finished group, and evict the oldest groups.
 
@@ -120,9 +123,8 @@ class SampleLog:
         self._last_id += 1
         plain = params.model_copy(update=dict(stop=(), top_logprobs=None, target_token_ids=()))
         shown = images if sum(map(num_bytes, images)) <= MOST_IMAGE_BYTES else ()
-        group = KeptGroup(
-            self._last_id, time.time(), tokens, plain, seed, kept, user, message, num_images=len(images), images=shown
-        )
+        about: dict[str, Any] = dict(user=user, message=message, num_images=len(images), images=shown, adapter=adapter)
+        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, **about)
         self._groups[group.id] = group
         self.num_bytes += group.num_bytes
         while len(self._groups) > MOST_GROUPS or self.num_bytes > MOST_BYTES:

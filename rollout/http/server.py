@@ -109,8 +109,8 @@ async def run(
     """
     counters = Counters()
     async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True, tracer=tracer) as client:
-        served = await _meet(client, config)
         watch = Watch(client)
+        served = await _meet(client, watch, config)
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)
         registry = Registry(config)
         weights = Weights(lifecycle) if config.sglang else None
@@ -182,7 +182,7 @@ def _signals(end: Callable[[bool], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
+async def _meet(client: AsyncRolloutClient, watch: Watch, config: HttpConfig) -> ServedModel:
     """Wait until the worker has loaded its model, and return the model."""
     while (health := await client.health()).engine is None:
         await asyncio.sleep(LOOK_SECONDS)
@@ -192,6 +192,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
     model = config.tokenizer or model_served_here(health)
     return ServedModel(
         client=client,
+        watch=watch,
         texts=Texts(TextModel(model)),
         images=Images(model, engine["max_images"], engine["max_image_patches"], config),
         name=config.model_name or str(engine["model"]),

@@ -19,9 +19,11 @@ from trueroll.errors import TruerollError
 
 from .. import protocol
 from ..client.client import AsyncRolloutClient
+from .errors import HttpError
 
 LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
+"""Maximum time, in seconds, for which the front end waits for the worker's health."""
 MOST_LOOKS = 3600
 REPORT_SECONDS = 2.0
 """Maximum age, in seconds, of a health report that `Watch.report` returns."""
@@ -47,6 +49,7 @@ class Watch:
         self._looks: deque[tuple[Any, ...]] = deque(maxlen=MOST_LOOKS)
         self._report: tuple[protocol.Health, float] | None = None
         self._changed_at = -math.inf
+        self._may_have_adapters = True
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -67,6 +70,30 @@ class Watch:
             return None
         return self._report[0], age
 
+    async def now(self) -> protocol.Health:
+        """Ask the worker for its health. Raise HttpError if the worker does not answer in time."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await self._client.health()
+        except TimeoutError:
+            text = f"worker did not answer within {ANSWER_SECONDS:g} s; check that the worker is running"
+            raise HttpError(503, text, code="worker_lost") from None
+
+    async def adapters(self) -> dict[str, int]:
+        """Return the version of each named adapter that the worker serves now. Raise HttpError if the worker does not
+        answer in time. A worker without memory for named adapters is not asked.
+        """
+        return dict((await self.now()).adapters) if self._may_have_adapters else {}
+
+    async def serves(self, adapter: str) -> bool:
+        """Return whether the worker serves a named adapter.
+
+        A recent report that lists the adapter is enough: if the adapter was unloaded since, the worker refuses the
+        request. Otherwise, ask the worker, because the adapter may have been loaded since.
+        """
+        report = self.report()
+        return (report is not None and adapter in report[0].adapters) or adapter in await self.adapters()
+
     def note_change(self) -> None:
         """Discard the last health report and any report in flight, because the worker's state may have changed."""
         self._report, self._changed_at = None, time.monotonic()
@@ -76,6 +103,7 @@ class Watch:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 health = await self._client.health()
+                self._may_have_adapters = "adapters" in health.memory or health.state == "loading"
                 if asked_at > self._changed_at:
                     self._report = health, asked_at
                 return _row(health, await self._client.stats())

@@ -49,6 +49,7 @@ class Drawn:
     row of token `routes_start`, because the previous drawn node has the rows before it. `call_digest`: the digest of
     the call, from which retries are recognized. `ordinal`: the position among the nodes drawn at the same place.
     `params`: the sampling parameters of the request, without the seed. Nodes with equal parameters share them.
+    `adapter`: the named adapter that drew the sample; None for the base weights.
     """
 
     opening: Opening
@@ -57,6 +58,7 @@ class Drawn:
     call_digest: bytes
     ordinal: int
     params: SamplingParams
+    adapter: str | None = None
 
     @property
     def kept_len(self) -> int:

@@ -41,6 +41,7 @@ from ...engine.request import (
     empty_columns,
     from_validation,
 )
+from ...weight_sync.payload.manifest import AdapterName
 from .export import told_array
 from .forest import Drawn, Forest, Node, drawn_of
 
@@ -76,6 +77,7 @@ class RecordedRequest:
     - `params`: with the seed
     - `sample`: its `routed_experts` begin with the row of token `routes_start`, because the parent has the rows before
     - `kept_len`: the number of tokens of the prompt that the parent has
+    - `adapter`: the named adapter that drew the sample; None for the base weights
     """
 
     node: str
@@ -85,6 +87,7 @@ class RecordedRequest:
     params: SamplingParams
     sample: SampleOutput
     kept_len: int
+    adapter: str | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -187,7 +190,7 @@ def _told(node: Node, forest: Forest) -> dict[str, Any]:
     params = drawn.params.model_dump(exclude=_LEFT_OUT) | dict(seed=forest.seed_of(node))
     parent = next((each for each in reversed(node.path[:-1]) if each.drawn is not None), None)
     sample = drawn.sample
-    return dict(
+    told = dict(
         node=node.id,
         parent=parent and parent.id,
         drops_last=drawn.opening.dropped,
@@ -201,6 +204,7 @@ def _told(node: Node, forest: Forest) -> dict[str, Any]:
         columns={name: told_array(values) for name, values in columns_of(sample).items()},
         routed_experts=None if sample.routed_experts is None else told_array(sample.routed_experts),
     )
+    return told if drawn.adapter is None else told | dict(adapter=drawn.adapter)
 
 
 def _told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
@@ -289,7 +293,8 @@ def _read_request(number: int, told: dict[str, Any], earlier: dict[str, Recorded
         raise _bad(number, f"new_token_ids: the prompt must have 1 to {MAX_PROMPT_TOKENS} tokens (got {found})")
     params = _params(number, line.params)
     sample = _sample(number, line, params)
-    request = RecordedRequest(line.node, parent, line.drops_last, line.new_token_ids, params, sample, kept_len)
+    whence = line.node, parent, line.drops_last
+    request = RecordedRequest(*whence, line.new_token_ids, params, sample, kept_len, line.adapter)
     _check_routes(number, request)
     return request
 
@@ -421,3 +426,4 @@ class _Line(BaseModel):
     old_kv: Annotated[list[Span], Field(fail_fast=True)]
     columns: dict[str, Any]
     routed_experts: Any
+    adapter: AdapterName | None = None

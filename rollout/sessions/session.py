@@ -98,7 +98,7 @@ class _Call:
 
     `params`: with the grammar of a required tool call. `root`: the JSON text of the template's arguments, in their
     order, because a template may write them. `digest`: of all arguments; equal calls have equal digests. `settings`: of
-    the parser for the answer.
+    the parser for the answer. `adapter`: the named adapter that draws the answer, or None.
     """
 
     messages: list[Message]
@@ -107,6 +107,7 @@ class _Call:
     root: str
     digest: bytes
     settings: ParserSettings
+    adapter: str | None
 
     def seeded(self, seed: int) -> SamplingParams:
         """Return the sampling parameters with a seed."""
@@ -229,6 +230,7 @@ class AsyncSession:
         tool_choice: str | dict[str, Any] = "auto",
         chat_template_kwargs: dict[str, Any] | None = None,
         is_retry: bool = False,
+        adapter: str | None = None,
         **params: Any,
     ) -> Answer:
         """Return the model's answer to a conversation.
@@ -240,6 +242,8 @@ class AsyncSession:
           {"name": NAME}}`, for an answer that is exactly one call, by a grammar. The prompt contains the tools in any
           case.
         - `is_retry`: return the answer of an equal call if there was one
+        - `adapter`: the named adapter that draws the answer, as in `AsyncRolloutClient.generate`; None: the base
+          weights
         - `params`: sampling parameters of this call, which replace those of the session
 
         Raise InvalidRequestError if the conversation is malformed, or if the chat template would rewrite tokens of the
@@ -247,7 +251,8 @@ class AsyncSession:
         RequestAbortedError if the request was aborted, and the errors of `AsyncRolloutClient.generate`.
         """
         settings: dict[str, Any] = dict(tool_choice=tool_choice, chat_template_kwargs=chat_template_kwargs)
-        async with self.asked(messages, tools, is_retry=is_retry, **settings, **params) as asked:
+        settings |= dict(is_retry=is_retry, adapter=adapter)
+        async with self.asked(messages, tools, **settings, **params) as asked:
             return await asked.answer()
 
     @asynccontextmanager
@@ -260,6 +265,7 @@ class AsyncSession:
         chat_template_kwargs: dict[str, Any] | None = None,
         is_retry: bool = False,
         deltas: bool = False,
+        adapter: str | None = None,
         **params: Any,
     ) -> AsyncGenerator[Asked, None]:
         """Context manager of a call: begins the call of `chat` with the same arguments, and provides it once the prompt
@@ -268,7 +274,7 @@ class AsyncSession:
         `deltas`: whether `Asked.deltas` yields tokens as they are drawn
         """
         with session_call(self._client.tracer, self._texts.name, self.id) as span:
-            call = await self._call(messages, tools or (), tool_choice, chat_template_kwargs or {}, params)
+            call = await self._call(messages, tools or (), tool_choice, chat_template_kwargs or {}, params, adapter)
             found = await self._earlier(call.digest) if is_retry else None
             self._check_open()
             if isinstance(found, Node):
@@ -364,15 +370,31 @@ class AsyncSession:
         if self._is_closed:
             raise IllegalStateError(f"session: {what}")
 
-    async def _call(self, messages: Any, tools: Any, tool_choice: Any, kwargs: Any, params: dict[str, Any]) -> _Call:
+    async def _call(
+        self,
+        messages: Any,
+        tools: Any,
+        tool_choice: Any,
+        kwargs: Any,
+        params: dict[str, Any],
+        adapter: str | None = None,
+    ) -> _Call:
         """Read the arguments of a call. Raise InvalidRequestError if they are malformed."""
-        read = partial(self._read, messages, tools, tool_choice, kwargs, params)
+        read = partial(self._read, messages, tools, tool_choice, kwargs, params, adapter)
         if is_small([messages, tools, kwargs]):
             return read()
         async with self._large:
             return await asyncio.to_thread(read)
 
-    def _read(self, messages: Any, tools: Any, tool_choice: Any, kwargs: Any, params: dict[str, Any]) -> _Call:
+    def _read(
+        self,
+        messages: Any,
+        tools: Any,
+        tool_choice: Any,
+        kwargs: Any,
+        params: dict[str, Any],
+        adapter: str | None = None,
+    ) -> _Call:
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
             text = f"tools: must be a list of objects (got {brief(tools)})"
             raise InvalidRequestError(text, field="tools")
@@ -386,9 +408,9 @@ class AsyncSession:
             sampling = forcing(sampling, forced)
         settings = ParserSettings(() if tool_choice == "none" else tuple(arguments["tools"] or ()), bool(forced))
         root = json.dumps(arguments, ensure_ascii=False)
-        whole = as_key([root, tool_choice, sampling.model_dump_json(), [message.fields for message in read]])
+        whole = as_key([root, tool_choice, sampling.model_dump_json(), adapter, [message.fields for message in read]])
         digest = hashlib.blake2b(whole.encode(), digest_size=16).digest()
-        return _Call(read, arguments, sampling, root, digest, settings)
+        return _Call(read, arguments, sampling, root, digest, settings, adapter)
 
     async def _earlier(self, digest: bytes) -> _Run | Node | None:
         """Return the run or the recorded node that a retry stands for; None if the retry is to draw an answer."""
@@ -420,7 +442,7 @@ class AsyncSession:
         run.wake()
         sample = await self._sample(run, run.asked)
         _check_complete(sample)
-        drawn = Drawn(opening, len(prompt), sample, call.digest, ordinal, call.params)
+        drawn = Drawn(opening, len(prompt), sample, call.digest, ordinal, call.params, call.adapter)
         drawn = replace(drawn, sample=as_record(drawn.sample, drawn.routes_start))
         read = partial(read_answer, drawn.sample, self._texts, self._parser, call.settings, prompt, seed)
         is_short = len(drawn.sample.token_ids) <= _MANY_TOKENS
@@ -443,11 +465,11 @@ class AsyncSession:
 
     async def _sample(self, run: _Run, asked: Asked) -> SampleOutput:
         """Ask the worker for a sample."""
-        prompt, params = asked.prompt_token_ids, asked.params
+        prompt, params, adapter = asked.prompt_token_ids, asked.params, run.call.adapter
         if not run.wants_deltas:
-            [group] = await self._client.generate([prompt], params)
+            [group] = await self._client.generate([prompt], params, adapter=adapter)
             return group.samples[0]
-        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS)
+        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, adapter=adapter)
         async with aclosing(self._client.stream([prompt], params, **wishes)) as stream:
             async for _, got in stream:
                 if isinstance(got, SampleOutput):
@@ -529,11 +551,12 @@ class Session:
         tool_choice: str | dict[str, Any] = "auto",
         chat_template_kwargs: dict[str, Any] | None = None,
         is_retry: bool = False,
+        adapter: str | None = None,
         **params: Any,
     ) -> Answer:
         """See `AsyncSession.chat`."""
         settings: dict[str, Any] = dict(tool_choice=tool_choice, chat_template_kwargs=chat_template_kwargs)
-        settings |= dict(is_retry=is_retry)
+        settings |= dict(is_retry=is_retry, adapter=adapter)
         return self._client.wait(self._session.chat(messages, tools, **settings, **params))
 
     def samples(self) -> list[SessionSample]:

@@ -98,7 +98,9 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
 
 
 def _reason_to_skip(request: RecordedRequest, wanted: int) -> str | None:
-    """Return why the weights of version `wanted` cannot draw a sample again; None if they can."""
+    """Return why the base weights of version `wanted` cannot draw a sample again; None if they can."""
+    if request.adapter is not None:
+        return f"the adapter {request.adapter!a:.100} drew them, and adapters are not replayed"
     if not request.sample.is_exact:
         return "some tokens were drawn over KV of older weights, which a push with in_flight keep had kept"
     if {*request.versions} != {wanted}:

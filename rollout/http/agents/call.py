@@ -126,9 +126,9 @@ class AgentCall:
     """A request of an agent.
 
     `messages`, `tools`, `tool_choice`, `chat_template_kwargs`: as in OpenAI's chat completions. `sampling`: sampling
-    parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `top_logprobs`: the
-    number of most probable tokens to record for each token. `form`: returns the form of the answer. `token_bytes`: size
-    of an answer that is not a stream. `names_events`: as in `event_stream`.
+    parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `model`: the model
+    that the request names. `top_logprobs`: the number of most probable tokens to record for each token. `form`: returns
+    the form of the answer. `token_bytes`: size of an answer that is not a stream. `names_events`: as in `event_stream`.
     """
 
     messages: list[dict[str, Any]]
@@ -137,6 +137,7 @@ class AgentCall:
     tool_choice: str | dict[str, Any] = "auto"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
     top_logprobs: int | None = None
     token_bytes: TokenBytes = TokenBytes(TokenBytes.TEXT)
     is_stream: bool = False

@@ -37,6 +37,7 @@ def read_chat_call(body: dict[str, Any]) -> AgentCall:
         tool_choice=own.tool_choice,
         chat_template_kwargs=own.chat_template_kwargs,
         sampling=sampling,
+        model=own.model,
         top_logprobs=own.top_logprobs,
         token_bytes=chat_token_bytes(own),
         is_stream=own.stream,

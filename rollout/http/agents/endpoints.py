@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -55,10 +55,11 @@ class BeginFields(Fields):
     """Fields of `POST /sessions`.
 
     `seed`: seed of the session. `sampling_params`: sampling parameters of all calls, in the form of the fields of
-    `/v1/chat/completions`. `chat_template_kwargs`: arguments of the chat template for all calls. Both replace those of
-    an agent's requests.
+    `/v1/chat/completions`. `chat_template_kwargs`: arguments of the chat template for all calls. `model`: the
+    served model, or one of its adapters, for all calls. All three replace those of an agent's requests.
     """
 
+    model: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     sampling_params: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
@@ -175,8 +176,9 @@ class SessionEndpoints:
         sampling = given(own.sampling_params)
         params = await self._sampling(sampling)
         check_template_arguments(own.chat_template_kwargs)
+        await self._served.named(own.model)
         session = AsyncSession(self._served.client, self._served.texts.model, seed=own.seed, sampling=params)
-        opened = OpenSession(session, client_of(request.scope), sampling, own.chat_template_kwargs)
+        opened = OpenSession(session, client_of(request.scope), sampling, own.chat_template_kwargs, own.model)
         capability = self._registry.begin(opened)
         return answer({"session_id": capability, "url": f"/sessions/{capability}/v1"} | _told(opened))
 
@@ -266,19 +268,32 @@ class SessionEndpoints:
         self, opened: OpenSession, call: AgentCall, is_retry: bool
     ) -> AsyncGenerator[tuple[Asker, Task, Form], None]:
         """Context manager of a call: begin it, and provide what its answer needs."""
+        served = await self._model(opened, call)
         params = await self._sampling(call.sampling | opened.sampling)
         settings: dict[str, Any] = dict(self._clients.salted(opened.client, params)) | dict(
             top_logprobs=call.top_logprobs,
             is_retry=is_retry,
             deltas=call.is_stream,
+            adapter=served.adapter,
             tool_choice=call.tool_choice,
             chat_template_kwargs=opened.template_of(call),
         )
         with self._registry.request(opened, adds=True):
             async with opened.session.asked(call.messages, call.tools, **settings) as asked:
                 parser = asked.settings.parser(self._served.texts.model)
-                form = call.form(self._context(asked, parser))
-                yield self._asker(opened, asked), self._task(call, asked, parser), form
+                form = call.form(self._context(asked, parser, served.name))
+                task = replace(self._task(call, asked, parser), adapter=served.adapter)
+                yield self._asker(opened, asked), task, form
+
+    async def _model(self, opened: OpenSession, call: AgentCall) -> ServedModel:
+        """Return what answers a call: the model of the session, or the adapter that the call names. A call may also
+        have any other name, which means the served model. Raise HttpError if the session's adapter is not loaded.
+        """
+        if opened.model is not None:
+            return await self._served.named(opened.model)
+        if call.model is None or call.model == self._served.name or not await self._served.watch.serves(call.model):
+            return self._served
+        return self._served.adapted(call.model)
 
     async def _sampling(self, fields: dict[str, Any]) -> SamplingParams:
         """Return sampling parameters. Raise HttpError or InvalidRequestError if they are not supported."""
@@ -310,14 +325,14 @@ class SessionEndpoints:
             is_kept=not asked.is_recorded,
         )
 
-    def _context(self, asked: Asked, parser: AnswerParser | None) -> Context:
+    def _context(self, asked: Asked, parser: AnswerParser | None, model: str) -> Context:
         texts, prompt = self._served.texts, asked.prompt_token_ids
         assert asked.params.seed is not None, "a session has a seed"
         end = prompt_end(texts.model, prompt, parser) if parser else ""
         return Context(
             node=asked.node,
             created=self._served.now(),
-            model=self._served.name,
+            model=model,
             token_text=texts.token,
             prompt_token_ids=prompt,
             params=asked.params,

@@ -263,7 +263,7 @@ def _call(own: _Prompt, **more: Any) -> AgentCall:
     if system := lines(own.system):
         messages.insert(0, {"role": "system", "content": system})
     kwargs = {} if own.thinking.type == "adaptive" else {"enable_thinking": own.thinking.type == "enabled"}
-    return AgentCall(messages, MessageForm, tools, _choice(own), kwargs, **more)
+    return AgentCall(messages, MessageForm, tools, _choice(own), kwargs, model=own.model, **more)
 
 
 def _choice(own: _Prompt) -> str | dict[str, Any]:

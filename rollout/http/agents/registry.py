@@ -41,7 +41,8 @@ class OpenSession:
     """A session and what the front end knows of it.
 
     `client`: the client that began the session. `sampling`: sampling parameters of all calls, in the form of the fields
-    of `/v1/chat/completions`. `template`: arguments of the chat template for all calls. `created`: seconds since 1970.
+    of `/v1/chat/completions`. `template`: arguments of the chat template for all calls. `model`: the served
+    model or adapter that answers all calls; None if each call may name an adapter. `created`: seconds since 1970.
     `used`: monotonic time of the last request. `num_open`: number of running requests. `num_bytes`: memory of the
     session after its last request. `is_ended`: whether the session was deleted. `export`: held during an export.
     """
@@ -50,6 +51,7 @@ class OpenSession:
     client: Client
     sampling: dict[str, Any]
     template: dict[str, Any]
+    model: str | None = None
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
     num_open: int = 0

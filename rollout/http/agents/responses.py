@@ -248,6 +248,7 @@ def read_response_call(body: dict[str, Any]) -> AgentCall:
         [tool.told() for tool in own.tools],
         _choice(own),
         sampling=own.sampling(),
+        model=own.model,
         is_stream=own.stream,
         names_events=True,
     )

@@ -25,9 +25,8 @@ REFUSED = {
         ("/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed"),
         f"needs an NCCL group with the trainer; {_DISK}",
     ),
-    **dict.fromkeys(
-        ("/load_lora_adapter", "/unload_lora_adapter", "/load_lora_adapter_from_tensors"),
-        f"is not supported, because this server has one set of weights; merge the adapter, {_DISK}",
+    "/load_lora_adapter_from_tensors": (
+        "unpickles its body; write the adapter to a folder in PEFT's format and call /load_lora_adapter"
     ),
 }
 """SGLang's paths that are refused, with the reason and the path to use instead."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ....engine.request import CacheSalt, SamplingParams
+from ....weight_sync.payload.manifest import AdapterName
 from ..fields import Fields, NumTop, TokenIds, checked, given, take_sampling
 from ..model import ServedModel
 
@@ -30,7 +31,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities", "token_ids_logprob"), ([],)),
     **dict.fromkeys(
         (
-            *("lora_path", "lora_id", "input_embeds", "session_params", "custom_logit_processor", "watermark"),
+            *("lora_id", "input_embeds", "session_params", "custom_logit_processor", "watermark"),
             *("sampling_logprobs_mode", "positional_embed_overrides", "max_thinking_tokens", "priority"),
             *("bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "data_parallel_rank"),
         ),
@@ -63,7 +64,7 @@ class GenerateFields(Fields):
     end it; a list of prompts takes a list of names, or one name, to which the position of each prompt is added.
     `logprob_start_len`: the answer has the log-probs of the prompt from this token on; -1 means none. `extra_key`: only
     requests with the same key share cached prefixes. `routed_experts_start_len`: the first token for which the answer
-    has routed experts.
+    has routed experts. `lora_path`: the name of a loaded adapter; None means the base weights.
     """
 
     input_ids: TokenIds | Annotated[list[TokenIds], _FAIL_FAST] | None = None
@@ -77,6 +78,7 @@ class GenerateFields(Fields):
     routed_experts_start_len: Annotated[int, Field(ge=0)] = 0
     extra_key: CacheSalt | None = None
     stream: bool = False
+    lora_path: AdapterName | None = None
 
 
 class CustomParams(Fields):

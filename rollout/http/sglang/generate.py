@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trueroll.errors import InvalidRequestError, TruerollError
+from trueroll.errors import InvalidRequestError, TruerollError, brief
 
 from ....engine.request import (
     Distribution,
@@ -121,6 +121,10 @@ class Generation:
 async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:
     """Parse a `/generate` request. Raise InvalidRequestError or HttpError if the request is not supported."""
     own = checked(GenerateFields, given(body, IGNORED, OFF))
+    if own.lora_path is not None:
+        if not await served.watch.serves(own.lora_path):
+            raise _not_loaded(own.lora_path)
+        served = served.adapted(own.lora_path)
     prompts, is_batch = await _prompts(own, served)
     params, seed, rest = await take_sampling_params(own, served)
     served.check_lengths(prompts, params.max_tokens, "input_ids")
@@ -138,6 +142,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         keeps_stop=rest.no_stop_trim,
         is_kept=rest.max_new_tokens != 0,
         request_ids=[new_id() for _ in prompts],
+        adapter=served.adapter,
     )
     form = GenerateForm(
         names=_names(own, prompts, is_batch),
@@ -222,14 +227,22 @@ async def _score(
     if not own.return_logprob or not 1 <= start < len(prompt):
         return None
     wanted: dict[str, Any] = dict(start=start, distribution=Distribution(), cache_salt=params.cache_salt)
+    wanted["adapter"] = served.adapter
     [score] = await served.client.score([prompt], top_logprobs=own.top_logprobs_num or None, **wanted)
     return score
+
+
+def _not_loaded(adapter: object) -> HttpError:
+    text = f"lora_path: the adapter {brief(adapter)} is not loaded; load it with /load_lora_adapter"
+    return HttpError(400, text, field="lora_path", value=adapter, code="model_not_found")
 
 
 def _renamed(error: HttpError) -> HttpError:
     """Return the error with SGLang's names of sampling parameters."""
     if error.code == "unknown_parameter":  # names the caller's own spelling
         return error
+    if error.code == "model_not_found":
+        return _not_loaded(error.value)
     names = re.compile(rf"(?<![\w.-])({'|'.join(RENAMED)})\b")
     about: dict[str, Any] = dict(value=error.value, limit=error.limit, code=error.code, setting=error.setting)
     field = RENAMED.get(error.field or "", error.field)

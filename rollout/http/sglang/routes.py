@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from ..lifecycle import Lifecycle
 from ..wire import Handler
+from .adapters import SglangAdapters
 from .control import REFUSED, Control, refusing
 from .generate import Generation
 from .info import Info
@@ -16,7 +17,12 @@ Entry: TypeAlias = tuple[str, Handler, list[str]]
 
 
 def sglang_routes(
-    generation: Generation, info: Info, weights: Weights, control: Control, lifecycle: Lifecycle
+    generation: Generation,
+    info: Info,
+    weights: Weights,
+    adapters: SglangAdapters,
+    control: Control,
+    lifecycle: Lifecycle,
 ) -> Iterator[Entry]:
     """Yield the path, the handler and the methods of each route."""
     yield "/generate", generation.generate, ["POST"]
@@ -39,6 +45,8 @@ def sglang_routes(
         ("/resume_memory_occupation", control.allocate),
         ("/pull_weights", weights.pull),
         ("/update_weights_from_disk", weights.update),
+        ("/load_lora_adapter", adapters.load),
+        ("/unload_lora_adapter", adapters.unload),
     ):
         yield path, handler, ["POST"]
     yield "/flush_cache", control.flush, ["GET", "POST"]

@@ -32,10 +32,14 @@ from trueroll.rollout.network.keys import OWNER, Client
 ALICE, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "operator"))
 TEXT = f"# the clients\n\ngenerate alice {ALICE}\ngenerate bob {BOB}\ncontrol operator {OPERATOR}\n"
 PROMPT = list(range(100, 164))
-CONTROL_PATHS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/reset_prefix_cache"}
+CONTROL_PATHS = {
+    *("/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/reset_prefix_cache"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+}
 SGLANG_CONTROL_PATHS = {
     *("/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/pull_weights"),
     *("/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_disk", *REFUSED),
+    *("/load_lora_adapter", "/unload_lora_adapter"),
 }
 SGLANG_PATHS = SGLANG_CONTROL_PATHS | {
     *("/generate", "/health_generate", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),

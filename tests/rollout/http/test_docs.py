@@ -34,7 +34,7 @@ def words(page: str) -> set[str]:
 
 
 WORDS, SGLANG_WORDS, TINKER_WORDS = words(PAGE), words(SGLANG_PAGE), words(TINKER_PAGE)
-SGLANG_ROUTES = [*sglang_routes(*[MagicMock()] * 5)]
+SGLANG_ROUTES = [*sglang_routes(*[MagicMock()] * 6)]
 TINKER_ROUTES = [*tinker_routes(MagicMock())]
 
 

@@ -110,7 +110,11 @@ def test_the_openai_package_reaches_every_path(fronted: Front, tmp_path: Path) -
     with pytest.raises(openai.ConflictError, match="has no weights that this server can read") as caught:
         post("/update_weights", {"weight_dir": str(tmp_path)})
     assert caught.value.code == "push_failed"
-    reached = re.findall(r'trueroll_http_requests_total{path="([^"]+)",status="(?:200|409)"}', get("/metrics"))
+    with pytest.raises(openai.ConflictError, match="has no memory for named adapters"):
+        post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"})
+    with pytest.raises(openai.NotFoundError, match="no adapter with this name is loaded"):
+        post("/v1/unload_lora_adapter", {"lora_name": "a"})
+    reached = re.findall(r'trueroll_http_requests_total{path="([^"]+)",status="(?:200|404|409)"}', get("/metrics"))
     template = {"/v1/models/{name:path}"}
     of_the_page = r'(?!/ui|/")'
     paths = {*re.findall(rf'Route\("({of_the_page}[^"]+)"', Path(app.__file__).read_text())} - template - {"/metrics"}

@@ -204,6 +204,12 @@ def test_requests_of_other_weights_are_told_apart(workers: list[RolloutClient], 
         assert not passed and " 0 log-probs" not in printed and "nothing was compared" not in printed
 
 
+def test_requests_of_adapters_are_not_replayed(workers: list[RolloutClient], content: bytes) -> None:
+    adapted = changed(content, 2, lambda line: line.update(adapter="a"))
+    is_equal, printed = replayed(adapted, workers[0])
+    assert is_equal and "1 requests not compared, because the adapter 'a' drew them" in printed
+
+
 def refusal(content: bytes) -> str:
     with pytest.raises(InvalidRequestError) as raised:
         read_record(io.BytesIO(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 import time
@@ -23,6 +24,7 @@ from trueroll.rollout.sessions.answers import ParserSettings, read_answer
 from trueroll.rollout.sessions.export import to_safetensors
 from trueroll.rollout.sessions.forest import _num_bytes
 from trueroll.rollout.sessions.messages import read_messages
+from trueroll.rollout.sessions.record import read_record
 from trueroll.rollout.sessions.session import Answer, Asked, AsyncSession, _Run
 from trueroll.rollout.text import TextModel
 
@@ -176,6 +178,21 @@ def test_twins_and_retries(texts: TextModel, model: Model) -> None:
     run(work)
 
 
+def test_a_retry_is_of_the_same_adapter(texts: TextModel, model: Model) -> None:
+    """The adapter belongs to the call, and is in the record of the session."""
+
+    async def work() -> None:
+        session = session_of(model, texts)
+        model.replies += [Reply("x", END), Reply("y", END)]
+        first = await session.chat([user("a")], adapter="a")
+        again = await session.chat([user("a")], adapter="a", is_retry=True)
+        other = await session.chat([user("a")], is_retry=True)
+        assert again.node == first.node != other.node and model.adapters == ["a", None]
+        assert [each.adapter for each in read_record(io.BytesIO(session.record())).requests] == ["a", None]
+
+    run(work)
+
+
 def test_equal_twins_are_told_apart_by_their_reasoning(texts: TextModel, model: Model) -> None:
     """Without the reasoning, the newest of the twins is continued."""
     session = session_of(model, texts)
@@ -226,9 +243,9 @@ class SlowToLeave(Model):
         super().__init__(make_tokenizer())
         self.may_leave = asyncio.Event()
 
-    async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    async def generate(self, prompts: list[list[int]], params: SamplingParams, adapter: str | None = None) -> list[Any]:
         try:
-            return await super().generate(prompts, params)
+            return await super().generate(prompts, params, adapter)
         except asyncio.CancelledError:
             await self.may_leave.wait()
             raise

@@ -143,7 +143,8 @@ def test_paths_with_pickles_or_nccl_are_refused(front: Front, fake: FakeEngine) 
     for path in REFUSED:
         refused = front.post(path, {"serialized_named_tensors": ["gASVBQAAAAAAAABLAS4="]})
         assert refused.status_code == 400 and error_of(refused)["code"] == "unsupported_path"
-        assert path in error_of(refused)["message"] and "/pull_weights" in error_of(refused)["message"]
+        instead = "/load_lora_adapter" if "lora" in path else "/pull_weights"
+        assert path in error_of(refused)["message"] and f" {instead}" in error_of(refused)["message"]
     assert fake.actions == []
 
 

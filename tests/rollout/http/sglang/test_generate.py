@@ -191,7 +191,8 @@ def _last(front: Front, sampling: dict[str, Any], streams: bool) -> Any:
 @pytest.mark.parametrize(
     ("fields", "sampling", "names"),
     [
-        (dict(lora_path="a"), {}, "lora_path: 'a' is not supported"),
+        (dict(lora_path="a"), {}, "lora_path: the adapter 'a' is not loaded"),
+        (dict(lora_path=["a", None]), {}, "lora_path"),
         (dict(log_metrics=False), {}, "log_metrics: False is not supported"),
         (dict(return_hidden_states=True), {}, "return_hidden_states: True"),
         (dict(model="x"), {}, "model: 'x'"),
