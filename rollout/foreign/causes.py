@@ -167,8 +167,9 @@ def find_causes(
         text = (
             f"the engine's log-probs are off by the rounding of {dtype} (median {verdict.distance:.2g} nats from exact "
             f"ones, {verdict.ratio} times as large as those of transformers): its kernels round in other places than "
-            "the trainer's. Weights that differ by less are not distinguishable from rounding. Correct the ratio in "
-            "the loss, or serve and train with one arithmetic (`trueroll serve`, `align`)"
+            "the trainer's. Weights that differ by less are not distinguishable from rounding, unless the engine is "
+            "started in float32. Correct the ratio in the loss, or serve and train with one arithmetic (`trueroll "
+            "serve`, `align`)"
         )
         causes.append(Cause("rounding", text))
     return tuple(causes)
