@@ -49,7 +49,7 @@ class AdapterStaging:
         self.factors: dict[str, Factors] = {}
         self._store, self._check = store, check
         self._by_name: dict[str, Tensor] = {}
-        self._scratch: dict[tuple[tuple[int, ...], torch.dtype], Weight] = {}
+        self._scratch: dict[tuple[int, int, torch.dtype], Weight] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -91,10 +91,10 @@ class AdapterStaging:
     def merge(self, name: str) -> bool:
         """Return whether the sum of a weight and its adapter is finite. The sum is not kept."""
         store, plain = self._store, self._store.before_adapters(name)
-        key = tuple(plain.shape), plain.dtype
-        if key not in self._scratch:
-            empty = partial(torch.empty, dtype=plain.dtype, device=plain.device)
-            self._scratch = {key: store.model.ops.new_weight(*plain.shape, empty)}
+        (rows, columns), dtype = plain.shape, plain.dtype
+        if (key := (rows, columns, dtype)) not in self._scratch:
+            empty = partial(torch.empty, dtype=dtype, device=plain.device)
+            self._scratch = {key: store.model.ops.new_weight(rows, columns, empty)}
         return store.model.ops.merge_into(self._scratch[key], plain, *self.factors[name])
 
     def drop(self) -> None:

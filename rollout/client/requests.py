@@ -26,6 +26,9 @@ M = TypeVar(
     protocol.Drain,
     protocol.Sleep,
     protocol.WakeUp,
+    protocol.UnloadAdapter,
+    protocol.BeginPush,
+    protocol.CommitPush,
 )
 ParamsArg: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Request: TypeAlias = protocol.Generate | protocol.GetScores

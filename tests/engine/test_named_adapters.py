@@ -116,7 +116,8 @@ def test_a_budget_for_one_merged_adapter_serves_them_in_turn(tiny_llama: Path) -
 
 def test_no_prefix_is_shared_between_adapters_or_with_the_base(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, adapter_bytes=BUDGET)
-    load(engine, "a", 1), load(engine, "b", 2)
+    load(engine, "a", 1)
+    load(engine, "b", 2)
     prompt = tokens(64)
 
     def hits(id: str, adapter: str | None) -> int:
@@ -135,9 +136,11 @@ def test_no_prefix_is_shared_between_adapters_or_with_the_base(tiny_llama: Path)
 
 def test_a_commit_recomputes_only_the_requests_of_its_adapter(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, adapter_bytes=BUDGET, dtype="bfloat16")
-    load(engine, "a", 1, version=5), load(engine, "b", 2)
+    load(engine, "a", 1, version=5)
+    load(engine, "b", 2)
     own, other = generate("own", tokens(40), n=2, max_tokens=20), generate("other", tokens(40), max_tokens=20)
-    engine.add(of("a", own)), engine.add(of("b", other))
+    engine.add(of("a", own))
+    engine.add(of("b", other))
     for _ in range(8):
         assert engine.step() == []
     recomputed = engine.stats().recomputed
@@ -145,7 +148,8 @@ def test_a_commit_recomputes_only_the_requests_of_its_adapter(tiny_llama: Path) 
     assert engine.stats().recomputed == recomputed + 2
     found = {(each.request_id, each.index): each for each in samples_of(drain(engine))}
     fresh = make_engine(tiny_llama, adapter_bytes=BUDGET, dtype="bfloat16")
-    load(fresh, "a", 1), load(fresh, "b", 2), load(fresh, "c", 3)
+    for name, seed in SEEDS.items():
+        load(fresh, name, seed)
     [expected] = run(fresh, [of("b", other)]).values()
     assert bits(found["other", 0]) == bits(expected)
     for index in range(2):
@@ -165,7 +169,8 @@ def test_a_commit_recomputes_only_the_requests_of_its_adapter(tiny_llama: Path) 
 
 def test_a_commit_can_abort_and_a_removal_aborts(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, adapter_bytes=BUDGET, max_num_seqs=2)
-    load(engine, "a", 1), load(engine, "b", 2)
+    load(engine, "a", 1)
+    load(engine, "b", 2)
     for name in ("a", "b"):
         engine.add(of(name, generate(name, tokens(20), max_tokens=30)))
     for _ in range(6):

@@ -56,7 +56,8 @@ def told(
     out = tmp_path_factory.mktemp("ranks")
     folders |= {family: make_tiny_model(family, out / family) for family in MECHANISMS}
     named = {family: str(folder) for family, folder in folders.items()}
-    combined = {item.callspec.params.get("family") for item in request.session.items if is_of_a_family(item)}
+    items: list[Any] = [item for item in request.session.items if is_of_a_family(item)]
+    combined = {item.callspec.params["family"] for item in items}
     others = [family for family in OTHERS if family not in COMBINED or family in combined]
     towers = {family: str(make_vision_model(family, out / family)) for family in ("qwen3_vl", "gemma3")}
     settings = json.dumps(dict(folders=named, others=others, towers=towers, address=worker.address, out=str(out)))

@@ -82,7 +82,7 @@ def copy_and_checksum(place: torch.Tensor, source: torch.Tensor, dtype: torch.dt
         else:
             first = start // dtype.itemsize
             torch.from_numpy(part).view(dtype).copy_(source.view(-1)[first : first + length])
-        hashed.update(part)
+        hashed.update(part.data)
     return hashed.intdigest()
 
 

@@ -188,7 +188,7 @@ class Outbox:
         for cut in self._packer.place(rows, row_bytes, multiple):
             place = self._place(cut, cut.length * row_bytes)
             found = self._fill(place, tensor[cut.start : cut.start + cut.length], dtype)
-            extent = dict(start=cut.start, length=cut.length, offset=cut.offset, num_bytes=len(place))
+            extent: Any = dict(start=cut.start, length=cut.length, offset=cut.offset, num_bytes=len(place))
             self._filling.pieces.append(Rows(name=name, shape=shape, checksum=found, **extent))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -200,7 +200,7 @@ class Outbox:
             place = self._place(cut, split + cut.length * dtype.itemsize)
             place[:split].view(INDEX_DTYPE).copy_(indices[chosen])
             place[split:].view(dtype).copy_(values[chosen])
-            extent = dict(count=cut.length, total=total, offset=cut.offset, num_bytes=len(place))
+            extent: Any = dict(count=cut.length, total=total, offset=cut.offset, num_bytes=len(place))
             found = checksum(place.numpy())
             self._filling.pieces.append(Elements(name=name, shape=shape, checksum=found, **extent))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -141,7 +141,7 @@ class PeftFolder:
             found.setdefault(match[1], {})[match[2]] = entry
         for pair in found.values():
             if len(pair) < 2:
-                self._refuse(*pair.values(), "has no counterpart, since A and B belong together")
+                self._refuse(next(iter(pair.values())), "has no counterpart, since A and B belong together")
         return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
     def _check_bytes(self, entry: TensorEntry) -> None:
@@ -202,6 +202,6 @@ def _state(file: FileIO) -> tuple[int, int]:
 
 
 def _bucket(name: str, entry: TensorEntry, data: torch.Tensor) -> Bucket:
-    place = {"start": 0, "length": entry.shape[0], "offset": 0, "num_bytes": len(data)}
+    place: Any = {"start": 0, "length": entry.shape[0], "offset": 0, "num_bytes": len(data)}
     piece = Rows(name=name, shape=entry.shape, checksum=checksum(data.numpy()), **place)
     return Bucket(index=0, num_bytes=len(data), pieces=(piece,))

@@ -80,6 +80,10 @@ class StagingArea(Protocol):
         """Merge a parameter with its adapter, if any. Return False if the result is not finite."""
         ...
 
+
+class BaseStagingArea(StagingArea, Protocol):
+    """A staging area for the base weights."""
+
     def keep_base(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Record that the staged rows have merged adapters. `tensors`: the values of parameters before that, by name.
         The tensors must not change afterwards.
@@ -167,7 +171,7 @@ class Destination(Parameters, Protocol):
         """Return the value that a parameter had before any adapter was added. The live weights must be complete."""
         ...
 
-    def new_staging(self, in_place: bool) -> StagingArea: ...
+    def new_staging(self, in_place: bool) -> BaseStagingArea: ...
 
     def new_lendable(self) -> LendableStagingArea: ...
 

@@ -22,10 +22,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from ..payload.manifest import ROW_MULTIPLE, DiskSource, own_dtypes, spellings_o
 from ..payload.tensors import dtypes_of, host_chunks, raw_bytes
 from ..transports.disk import FolderReader, FolderWriter
 from ..transports.policy import PushPolicy
-from .assembly import Assembly, Destination, content_of
+from .assembly import Assembly, Destination, StagingArea, content_of
 from .saved_folder import SavedFolder, SavedPush, SavedRecord
 
 CHUNK_BYTES = 4 * 2**20
@@ -60,6 +60,19 @@ class RestorableEngine(Protocol):
     def interrupt(self, in_flight: InFlight) -> Sequence[Any]: ...
 
     def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> Sequence[Any]: ...
+
+
+class _HostCopies:
+    """Tensors in host memory, to which an `Assembly` writes rows. `tensors`: by name, filled by `rows`."""
+
+    def __init__(self, dtype_of: Callable[[str], torch.dtype], shapes: Mapping[str, Sequence[int]]) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._dtype_of, self._shapes = dtype_of, shapes
+
+    def rows(self, name: str, start: int, length: int) -> torch.Tensor:
+        if name not in self.tensors:
+            self.tensors[name] = torch.empty(tuple(self._shapes[name]), dtype=self._dtype_of(name))
+        return self.tensors[name].narrow(0, start, length)
 
 
 @dataclass(frozen=True)
@@ -181,30 +194,31 @@ class Saver(threading.Thread):
         # The weights are written on the stream of the engine's steps, so that later steps wait for the writes.
         engine.interrupt("recompute")
         staging = self._weights.new_staging(in_place=True)
-        assembly = Assembly(self._weights, staging, is_sparse=False, reject_nonfinite=False)
+        assembly = Assembly(self._weights, staging, is_sparse=False, reject_nonfinite=False, in_place=True)
         for bucket, read in self._read(self._folder.weights, record.push):
             assembly.check(bucket)
             data = read()
             for piece in bucket.pieces:
-                assembly.inspect(piece, content_of(piece, data))
-                assembly.add(piece, content_of(piece, data))
+                assembly.take(piece, content_of(piece, data), nullcontext)
         assembly.finish()
         if record.base is not None:
-            base = self._load_base(record.base, Assembly(self._weights, staging, False, reject_nonfinite=False))
+            base = self._load_base(record.base)
             staging.keep_base(base)
             self._base = _SavedBase(record.base, base)
         engine.commit_weights(staging, record.push.weight_version, "recompute")
 
-    def _load_base(self, push: SavedPush, assembly: Assembly) -> dict[str, torch.Tensor]:
-        """Return the saved weights before adapters, in host memory. `assembly`: checks the tensors, but gets none."""
-        base, dtype_of = dict[str, torch.Tensor](), dtypes_of(self._weights)
+    def _load_base(self, push: SavedPush) -> dict[str, torch.Tensor]:
+        """Return the saved weights before adapters, in host memory."""
+        base = _HostCopies(dtypes_of(self._weights), self._weights.shapes)
+        assembly = Assembly(
+            self._weights, cast(StagingArea, base), is_sparse=False, reject_nonfinite=False, in_place=True
+        )
         for bucket, read in self._read(self._folder.base, push):
             assembly.check(bucket)
             data = read()
             for piece in bucket.pieces:
-                assembly.inspect(piece, data)
-                base[piece.name] = data.view(dtype_of(piece.name)).view(piece.shape)
-        return base
+                assembly.take(piece, content_of(piece, data), nullcontext)
+        return base.tensors
 
     def _read(self, parent: Path, push: SavedPush) -> Iterator[tuple[Any, Callable[[], torch.Tensor]]]:
         weights, source = self._weights, DiskSource(folder=str(parent / push.name))

@@ -329,7 +329,7 @@ def test_a_sample_that_is_aborted_with_drafts_in_flight_is_counted_nowhere(steps
     for request in asked:
         engine.add(request)
     outputs = [output for _ in range(5) for output in engine.step()]
-    in_flight = [queued for queued in engine._pipeline._queued if queued.chunks.drafts]
+    in_flight = [queued for turn in engine._pipeline._queued for queued in turn if queued.chunks.drafts]
     assert bool(in_flight) == bool(steps_ahead), "premise: drafts are in flight"
     outputs += engine.abort("a")
     outputs += drain(engine)

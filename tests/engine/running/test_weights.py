@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -242,7 +242,7 @@ def test_the_next_push_uses_the_memory_of_the_replaced_weights(tiny_model: Path,
     engine.commit_weights(stage(engine, after), 1, "recompute")
     held = engine.memory()["spare"]
     assert all_bits(engine) == expected and held == engine.memory()["weights"] > 0
-    kept = engine.weights.spare._kept
+    kept: Any = engine.weights.spare._kept
     assert kept is not None
     kept[0]._memory.fill_(255)  # NaN
     staging = stage(engine, read_tensors(tiny_model))

@@ -179,7 +179,8 @@ def test_vllms_paths_load_and_unload(front: Front, other: Front, client: Rollout
     with front.openai() as api:
         base, card = api.models.list().data
         assert (base.id, card.id) == ("tiny", "a")
-        assert card.model_extra == dict(root="a", parent="tiny", weight_version=2, max_model_len=base.max_model_len)
+        length = (base.model_extra or {})["max_model_len"]
+        assert card.model_extra == dict(root="a", parent="tiny", weight_version=2, max_model_len=length)
         assert api.models.retrieve("a") == card
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("b")

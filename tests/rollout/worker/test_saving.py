@@ -143,7 +143,9 @@ def test_a_push_in_place_interrupts_the_write_and_is_saved_after_its_commit(tmp_
         assert second.begin(in_place=True)["phase"] == "begun" and raw.health()["state"] == "dirty"
         disk.gate.set()
         wait_for(raw, lambda found: found["num_interrupted"] == 1 and not found["is_writing"])
-        second.stage(), second.verify(), second.commit()
+        second.stage()
+        second.verify()
+        second.commit()
         wait_for(raw, lambda found: found["weight_version"] == 6)
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,13 @@ def test_a_saved_adapter_is_the_live_one(tmp_path: Path, family: str) -> None:
     model = adapt(make_tiny_model(family, tmp_path / "base"), **FAMILIES[family])
     model.save_pretrained(tmp_path / "saved")
     live = read_tensors(model).adapters
-    with closing(Engine(EngineConfig(model=str(tmp_path / "base"), dtype="bfloat16"))) as engine:
+    with closing(Engine(EngineConfig(model=str(tmp_path / "base"), dtype="bfloat16", adapter_bytes=2**28))) as engine:
         weights: Any = engine.weights
         expected = {own: adapter for name, adapter in live.items() if (own := own_name(name, weights)) is not None}
         with closing(PeftFolder(str(tmp_path / "saved"), weights, PushPolicy())) as reader:
             found = {name: (rank, scale) for name, rank, scale in reader.adapters.weights}
-            staging = weights.new_adapter_staging()
+            assert engine.adapters is not None
+            staging = engine.adapters.new_staging("a")
             staging.adapt({name: (*factor_names(name), *told) for name, told in found.items()}, alone=True)
             stage(reader, staging)
         assert reader.adapters.is_alone and expected
@@ -81,13 +82,12 @@ def pushed(tensor: torch.Tensor) -> torch.Tensor:
 
 def stage(reader: PeftFolder, staging: Any) -> None:
     """Stage the folder as a worker does."""
-    assembly = Assembly(reader.wanted, staging, is_sparse=False, reject_nonfinite=True)
+    assembly = Assembly(reader.wanted, staging, is_sparse=False, reject_nonfinite=True, in_place=False)
     for bucket, read in reader.read_unannounced():
         assembly.check(bucket)
         [piece], data = bucket.pieces, read()
         assembly.inspect_all(bucket, data)
-        assembly.inspect(piece, data)
-        assembly.add(piece, data)
+        assembly.take(piece, data, nullcontext)
     assembly.finish()
 
 
@@ -263,9 +263,9 @@ def test_a_wrong_field_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_field_that_changes_the_computation_must_be_empty(tmp_path: Path, name: str) -> None:
     assert name in LoraConfig.__dataclass_fields__
     with pytest.raises(PushError, match=rf"'{name}' = True, which is not supported; save plain LoRA of linear layers"):
-        open_folder(write(tmp_path, **{name: True}))
+        open_folder(write(tmp_path, None, **{name: True}))
     for empty in (None, False, [], {}):
-        open_folder(write(tmp_path, **{name: empty}))
+        open_folder(write(tmp_path, None, **{name: empty}))
 
 
 def test_fields_without_effect_are_ignored(tmp_path: Path) -> None:
