@@ -268,13 +268,16 @@ def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
 
 
 def _exchange_pages(one: int, other: int, num_bytes: int) -> bool:
-    """Exchange the pages at two addresses. See `_move_pages` for the result and for errors."""
+    """Move the pages at `one` to `other`, and the pages at `other` to `one`. See `_move_pages` for the result and for
+    errors. If the second move is not possible, the pages at `other` are lost.
+    """
     between = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(between, dtype=torch.uint8).data_ptr()
     address += -address % HUGE_PAGE
-    if not _move_pages(other, address, num_bytes):
+    if not _move_pages(other, address, num_bytes) or not _move_pages(one, other, num_bytes):
         return False
-    return _move_pages(one, other, num_bytes) and _move_pages(address, one, num_bytes)
+    _move_pages(address, one, num_bytes)
+    return True
 
 
 @cache
