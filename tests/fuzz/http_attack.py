@@ -20,7 +20,7 @@ from fuzz.violation import Sent, Violation
 
 OWED = ("plain", "body", "repeated")
 """The kinds of requests that must be answered."""
-STATUSES = {200, 307, 400, 403, 404, 405, 408, 409, 411, 413, 414, 417, 421, 426, 429, 431, 501, 503, 504, 505}
+STATUSES = {200, 307, 400, 403, 404, 405, 408, 409, 410, 411, 413, 414, 417, 421, 426, 429, 431, 501, 503, 504, 505}
 BROKEN = re.compile(rb'"code":"(internal|worker_failed|worker_lost|sample_failed)"|Internal Server Error|Traceback')
 """Texts that no request may cause."""
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d) ")

@@ -62,6 +62,48 @@ class HttpCorpus:
         params |= _of_prompt(params, "stream" in body)
         return Request("POST", "/inference/v1/generate", body)
 
+    def sglang(self) -> Request:
+        rng = self.rng
+        params = {"max_new_tokens": rng.randrange(1, 5), "sampling_seed": rng.getrandbits(40), "ignore_eos": True}
+        prompt = rng.choice(
+            ({"input_ids": self._tokens()}, {"text": self._text()}, {"input_ids": [self._tokens()] * 2})
+        )
+        body = {**prompt, "sampling_params": params, "return_logprob": rng.random() < 0.5}
+        body |= {"rid": "r"} if rng.random() < 0.2 else {}
+        body |= {"stream": True} if rng.random() < 0.3 else {}
+        others = (
+            Request("POST", "/abort_request", {"rid": "r"}),
+            Request("POST", "/continue_generation", {}),
+            Request("POST", "/flush_cache"),
+            Request("GET", rng.choice(("/server_info", "/model_info", "/get_weight_version", "/v1/loads"))),
+            Request(
+                "POST", "/pull_weights", {"source_dir": NO_FOLDER, "local_checkpoint_dir": "", "target_version": 9}
+            ),
+            Request("POST", "/load_lora_adapter", {"lora_name": "a", "lora_path": NO_FOLDER}),
+            Request("POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}),
+        )
+        return rng.choice(others) if rng.random() < 0.4 else Request("POST", "/generate", body)
+
+    def tinker(self) -> Request:
+        rng = self.rng
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": self._tokens()}]}
+        sample = {"num_samples": 2, "prompt": prompt, "sampling_params": {"max_tokens": 3, "seed": 5}, "seq_id": 1}
+        return rng.choice(
+            (
+                Request("POST", "/api/v1/client/config", {}),
+                Request("POST", "/api/v1/create_session", {"tags": [], "sdk_version": "0.38.0"}),
+                Request("POST", "/api/v1/create_sampling_session", {"session_id": "s", "base_model": "x"}),
+                Request("POST", "/api/v1/asample", {"sampling_session_id": "s", **sample}),
+                Request("POST", "/api/v1/retrieve_future", {"request_id": "f"}),
+                Request("POST", "/api/v1/forward_backward", {"model_id": "m"}),
+            )
+        )
+
+    def adapter(self) -> Request:
+        name = self.rng.choice(("load", "unload"))
+        folder = {"lora_path": NO_FOLDER} if name == "load" else {}
+        return Request("POST", f"/v1/{name}_lora_adapter", {"lora_name": "a", **folder})
+
     def tokenize(self) -> Request:
         kind = self.rng.choice(({"prompt": self._text()}, {"messages": [{"role": "user", "content": self._text()}]}))
         return Request("POST", "/tokenize", {**kind, "return_token_strs": True})
@@ -151,9 +193,12 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True, False),
 }
 _WEIGHTS: dict[Callable[[HttpCorpus], Request], float] = {
-    HttpCorpus.completion: 25,
-    HttpCorpus.chat: 20,
-    HttpCorpus.generate: 20,
+    HttpCorpus.completion: 18,
+    HttpCorpus.chat: 15,
+    HttpCorpus.generate: 15,
+    HttpCorpus.sglang: 12,
+    HttpCorpus.tinker: 6,
+    HttpCorpus.adapter: 2,
     HttpCorpus.tokenize: 8,
     HttpCorpus.detokenize: 6,
     HttpCorpus.look: 10,
@@ -161,8 +206,8 @@ _WEIGHTS: dict[Callable[[HttpCorpus], Request], float] = {
     HttpCorpus.lifecycle: 4,
     HttpCorpus.update: 1,
 }
-_ENDS_OTHERS = re.compile(rb"/(?:pause|sleep)(?!\?mode=keep[ &])")
-"""Matches a pause or a sleep that would abort other clients' requests, which every client with access may send."""
+_ENDS_OTHERS = re.compile(rb"/(?:pause|sleep)(?!\?mode=keep[ &])|abort_all")
+"""Matches a request that would abort other clients' requests, which every client with access may send."""
 
 
 def is_tame(data: bytes) -> bool:
