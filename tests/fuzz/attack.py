@@ -22,7 +22,7 @@ MAX_ID_CHARS = 128
 MAX_ACK_IDS = 1024
 HELLO = pack({"version": 1, "type": "health", "id": "x-hello"})
 NOTICE_MS = 100
-LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate", "save_weights")
+LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate", "unload_adapter", "save_weights")
 PUSH = ("begin_push", "stage_bucket", "verify_push", "commit_push", "abort_push")
 TERMINAL = {
     **{"generate": "done", "score": "scores", "abort": "aborted"},

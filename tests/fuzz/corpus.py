@@ -84,6 +84,8 @@ class Corpus:
         if params["seed"] % 7 == 1 and params.get("logprobs", "raw") is not None:
             params |= {"target_token_ids": [3, 7, 3], "return_sampling_mask": True}
         message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
+        if params["seed"] % 11 == 0:
+            message["adapter"] = "a"
         if rng.random() < 0.1:
             message["num_prior_tokens"] = 1
         if params["seed"] % 7 == 0:
@@ -92,7 +94,8 @@ class Corpus:
             message["deltas"] = True
             message["delta_seconds"] = params["seed"] % 11 / 8
             message["while_connected"] = params["seed"] % 2 == 0
-        return [message | self._named() | self._demand()]
+        demand = {} if "adapter" in message else self._demand()  # the adapter never comes
+        return [message | self._named() | demand]
 
     def score(self) -> list[Message]:
         rng = self.rng
@@ -182,6 +185,9 @@ class Corpus:
     def save(self) -> list[Message]:
         return [self._call("save_weights", folder="/nowhere")]
 
+    def unload(self) -> list[Message]:
+        return [self._call("unload_adapter", name="a")]
+
     def pause(self) -> list[Message]:
         return [self._call("pause"), *self.generate(), self._call("resume")]
 
@@ -213,6 +219,8 @@ class Corpus:
         fields["allow_older"] = self.rng.random() < 0.5
         flags = {"in_place": self.rng.random() < 0.2, "in_flight": "recompute", "drain_timeout": SECONDS}
         waits = {"reject_nonfinite": self.rng.random() < 0.5, "timeout": SECONDS}
+        if source["kind"] == "peft":
+            fields["adapter"] = "a"
         return self._call("begin_push", push_id=push_id, source=source, **fields, **flags, **waits)
 
     def _source(self) -> Message:
@@ -223,8 +231,10 @@ class Corpus:
             return self.memory.source | {"name": f"trueroll-{self.rng.getrandbits(128):032x}"}
         if choice < 0.82:
             return {"kind": "disk", "folder": NO_FOLDER}
-        if choice < 0.85:
+        if choice < 0.84:
             return {"kind": "chain", "place": NO_FOLDER}
+        if choice < 0.86:
+            return {"kind": "peft", "folder": NO_FOLDER}
         if choice < 0.96:
             gpu = "01234567-89ab-cdef-0123-456789abcdef"
             return {"kind": "cuda_ipc", "gpu": gpu, "handle": bytes(64), "slot_bytes": 4096, "num_slots": 2}
@@ -287,6 +297,7 @@ _WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {
     Corpus.question: 10,
     Corpus.invalidate: 1,
     Corpus.save: 1,
+    Corpus.unload: 1,
     Corpus.pause: 1,
     Corpus.drain: 1,
     Corpus.sleep: 2,
@@ -312,13 +323,14 @@ def is_tame(frames: list[bytes]) -> bool:
     fields = unpack(frames[0]) or {}
     if fields.get("in_flight") == "abort":
         return False
-    if fields.get("wait_for_weights") is True and fields.get("min_weight_version") != 0:
+    waits = fields.get("wait_for_weights") is True
+    if waits and (fields.get("min_weight_version") != 0 or fields.get("adapter") is not None):
         return False
     source = fields.get("source")
     if not isinstance(source, dict):
         return True
-    if source.get("kind") in ("disk", "chain"):
-        folder = source.get("folder" if source["kind"] == "disk" else "place")
+    if source.get("kind") in ("disk", "peft", "chain"):
+        folder = source.get("place" if source["kind"] == "chain" else "folder")
         return not isinstance(folder, str) or "/" not in folder
     return source.get("kind") not in ("collective", "relay") or _fails_soon(fields, source)
 

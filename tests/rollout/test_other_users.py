@@ -84,6 +84,7 @@ class Watcher:
         for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
             seen.processes.add(process.pid)
             self._read_descriptors(process, paths, seen)
+            self._read_mappings(process, seen)
             self._read_ports(process, seen)
         return seen
 
@@ -105,6 +106,13 @@ class Watcher:
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # the file was closed in the meantime
                 self._read_descriptor(process, link, os.readlink(link), paths, seen)
+
+    def _read_mappings(self, process: psutil.Process, seen: Seen) -> None:
+        """Add the files that a process writes through shared mappings, whose descriptors may be closed."""
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            _, access, _, _, _, *path = line.split(maxsplit=5)
+            if {*"ws"} <= {*access} and path and path[0].startswith("/dev/shm/") and os.path.exists(path[0]):
+                seen.files.add(path[0])
 
     def _read_descriptor(
         self, process: psutil.Process, link: Path, target: str, paths: dict[str, str], seen: Seen

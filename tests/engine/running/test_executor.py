@@ -87,6 +87,10 @@ class Leader:
         return self._own.weights
 
     @property
+    def adapters(self) -> None:
+        return None
+
+    @property
     def routes(self) -> RouteFormat | None:
         return self._own.routes
 

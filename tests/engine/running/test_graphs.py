@@ -307,7 +307,7 @@ def test_the_forward_pass_is_replayed_whatever_is_drawn(
     engine, computed = make_engine(True), []
     run = executor_of(engine)._runner.run
     monkeypatch.setattr(
-        executor_of(engine)._runner, "run", lambda step, drawn: computed.append(step) or run(step, drawn)
+        executor_of(engine)._runner, "run", lambda step, *rest: computed.append(step) or run(step, *rest)
     )
     del log[:]
     assert serve_all(engine, requests) == expected

@@ -115,7 +115,7 @@ def test_the_router_changes_no_bit(fronts: list[Front]) -> None:
             *_, last, done = [line for line in response.iter_lines() if line]
         assert done == "data: [DONE]" and f'"output_ids":{expected["tokens"][40:]}'.replace(" ", "") in last
         answer = httpx2.post(f"{url}/generate", json=body | {"stream": False, "lora_path": "a"}, trust_env=False)
-        assert answer.status_code == 400 and "lora_path: 'a' is not supported" in answer.text
+        assert answer.status_code == 400 and "lora_path: the adapter 'a' is not loaded" in answer.text
 
 
 @pytest.mark.parametrize("pushes,num_steps", [("delta", 20), ("full", 3)])

@@ -271,6 +271,7 @@ CONTROL_CALLS: dict[str, dict[str, Any]] = {
     "wake_up": {},
     "invalidate": {},
     "save_weights": dict(folder="/nowhere"),
+    "unload_adapter": dict(name="a"),
     "weights": {},
     "checksums": {},
     "begin_push": dict(
