@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matrix import thinned
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
@@ -94,6 +95,7 @@ def some_were_rejected(engine: Engine) -> bool:
     return 0 < stats.num_accepted < stats.num_drafted
 
 
+@thinned(lambda steps_ahead, family, **_: steps_ahead or family == "llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_change_no_bit(family: str, steps_ahead: int, tmp_path: Path) -> None:
     config = dict(model=str(make_tiny_model(family, tmp_path / "model")), num_blocks=512, num_threads=1, max_num_seqs=8)
@@ -130,6 +132,7 @@ def small(family: str, tmp_path: Path) -> tuple[dict[str, Any], LoadedModel]:
     return config, load_model(EngineConfig(**config))
 
 
+@thinned(lambda steps_ahead, family, **_: steps_ahead or family == "llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rejected_drafts_leave_nothing_behind(family: str, tmp_path: Path) -> None:
     """Preemptions, chunks and hits beside wrong drafts: only true prefixes are published, and windows keep their KV."""
@@ -264,6 +267,7 @@ def test_while_drafting_pauses_no_drafter_is_asked_and_steps_run_ahead(steps_ahe
     assert len(in_flight) >= 90 and any(in_flight.values()) == bool(steps_ahead)
 
 
+@thinned(lambda steps_ahead, family, **_: steps_ahead or family == "llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pause_that_begins_while_drafts_are_in_flight_changes_no_bit(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
