@@ -517,6 +517,7 @@ def test_the_long_campaign_kills_everything_at_each_moment() -> None:
         assert len(rounds) == 200 and {(v, m) for v in VICTIMS for m in MOMENTS} == {*rounds}
 
 
+@pytest.mark.exhaustive  # `tests/examples` kills a worker of the example, and the campaign above one of a fleet
 def test_the_example_trainer_survives_a_loss_with_the_same_metrics(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
