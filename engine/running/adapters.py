@@ -42,11 +42,13 @@ class AdapterStaging:
     """The matrices A and B of an adapter that is being received. Implements `StagingArea`.
 
     `check`: called by `adapt` with the sizes of A and B; raises ValueError if they do not fit. `factors`: by the name
-    of the weight that they change; filled by `adapt` and `rows`.
+    of the weight that they change; filled by `adapt` and `rows`. `base`: the base weights that the adapter changes.
+    `merged_bytes`: the size of the merged weights.
     """
 
     def __init__(self, store: WeightStore, check: Callable[[AdapterStaging], None]) -> None:
         self.factors: dict[str, Factors] = {}
+        self.base, self.merged_bytes = store.base, 0
         self._store, self._check = store, check
         self._by_name: dict[str, Tensor] = {}
         self._scratch: dict[tuple[int, int, torch.dtype], Weight] = {}
@@ -72,6 +74,7 @@ class AdapterStaging:
             empty = partial(torch.empty, dtype=self._store.dtype_of(name), device=self._store.memory.device)
             self.factors[name] = Factors(empty((rank, columns)), empty((rows, rank)), scale)
             self._by_name |= {a: self.factors[name].a, b: self.factors[name].b}
+        self.merged_bytes = _memory_of(self._store).overlay_bytes(_own_names(self._store, self.factors))
         self._check(self)
 
     def rows(self, name: str, start: int, length: int) -> Tensor:
@@ -162,10 +165,14 @@ class AdapterStore:
         return AdapterStaging(self._store, partial(self.check, name))
 
     def check(self, name: str, staging: AdapterStaging) -> None:
-        """Raise ValueError unless the budget has room for the staged adapter, beside A and B of all others."""
+        """Raise ValueError unless the budget has room for the staged adapter, beside A and B of all others. Also raise
+        ValueError if the base weights have changed since the staging began.
+        """
+        if staging.base is not self._store.base:
+            raise ValueError(f"adapter {name!r} was staged for base weights that have been replaced; stage it again")
         others = [each for each in list(self._loaded.values()) if each.adapter.name != name]
         of_others = sum(each.num_bytes for each in others)
-        largest = max(self._merged_bytes(staging.factors), *(each.merged_bytes for each in others), 0)
+        largest = max(staging.merged_bytes, *(each.merged_bytes for each in others), 0)
         needed = of_others + staging.num_bytes + largest
         if needed > self.budget:
             raise ValueError(
@@ -184,8 +191,7 @@ class AdapterStore:
         adapter = self.find(name) or Adapter(name, Commit(version), 0)
         adapter.commit, adapter.epoch = Commit(version), next(self._epochs)
         self._drop(name)
-        merged_bytes = self._merged_bytes(staging.factors)
-        self._loaded[name] = _Loaded(adapter, staging.factors, staging.num_bytes, merged_bytes)
+        self._loaded[name] = _Loaded(adapter, staging.factors, staging.num_bytes, staging.merged_bytes)
         staging.drop()
         self._make_room(0)
         return adapter
@@ -208,10 +214,10 @@ class AdapterStore:
             self._drop(name)
 
     def _merge(self, loaded: _Loaded) -> _Merged:
-        store, memory, factors = self._store, self._memory(), loaded.factors
+        store, memory, factors = self._store, _memory_of(self._store), loaded.factors
         self._make_room(loaded.merged_bytes)
-        names = self._own_names(factors)
-        arena = memory.new_overlay(names)
+        names = _own_names(store, factors)
+        arena = memory.new_overlay(loaded.merged_bytes)
         found = memory.weights_over(cast(Arena, store.arena), arena, names)
         for name in names:
             plain, out = store.before_adapters(name), found.tensors[name]
@@ -220,13 +226,6 @@ class AdapterStore:
             else:
                 out.copy_(plain)
         return _Merged(found.model, arena)
-
-    def _own_names(self, factors: Mapping[str, Factors]) -> frozenset[str]:
-        """Return the weights that differ from the live weights, which may contain adapters without a name."""
-        return frozenset(factors) | frozenset(self._store.base.kept)
-
-    def _merged_bytes(self, factors: Mapping[str, Factors]) -> int:
-        return self._memory().overlay_bytes(self._own_names(factors))
 
     def _make_room(self, num_bytes: int) -> None:
         """Free merged weights until `num_bytes` more bytes are within the budget."""
@@ -241,6 +240,12 @@ class AdapterStore:
     def _factor_bytes(self) -> int:
         return sum(each.num_bytes for each in self._loaded.values())
 
-    def _memory(self) -> LocalWeights:
-        assert isinstance(self._store.memory, LocalWeights), "several ranks have no named adapters"
-        return self._store.memory
+
+def _own_names(store: WeightStore, factors: Mapping[str, Factors]) -> frozenset[str]:
+    """Return the weights that differ from the live weights, which may contain adapters without a name."""
+    return frozenset(factors) | frozenset(store.base.kept)
+
+
+def _memory_of(store: WeightStore) -> LocalWeights:
+    assert isinstance(store.memory, LocalWeights), "several ranks have no named adapters"
+    return store.memory

@@ -108,12 +108,12 @@ class LocalWeights:
         meta = partial(torch.empty, dtype=self._dtype, device="meta")
         return bytes_needed(lambda empty: self._build(meta, of_name=dict.fromkeys(names, empty)), self._dtype)
 
-    def new_overlay(self, names: Collection[str]) -> Arena:
-        """Return memory for the weights `names` of a set that shares its other weights with another set.
+    def new_overlay(self, num_bytes: int) -> Arena:
+        """Return memory for those weights of a set that the set does not share with another set.
 
         Raise MemoryError or RuntimeError if there is not enough memory.
         """
-        return new_arena(self.overlay_bytes(names), self.device, huge_pages=True)
+        return new_arena(num_bytes, self.device, huge_pages=True)
 
     def weights_over(self, below: Arena, overlay: Arena, names: Collection[str]) -> WeightSet:
         """Return a set of weights: the weights `names` are in `overlay`, all others are those in the arena `below`."""

@@ -211,6 +211,11 @@ def test_what_cannot_be_done_changes_nothing(tiny_llama: Path) -> None:
         engine.sleep(2, ["weights"], "recompute")
     with pytest.raises(ValueError, match="only A and B"):
         staged(engine, 1, "b").rows("model.norm.weight", 0, 1)
+    other = make_engine(tiny_llama, adapter_bytes=BUDGET)
+    early = staged(other, 1, "a")
+    merge(other, 2)
+    with pytest.raises(ValueError, match="staged for base weights that have been replaced"):
+        other.commit_adapter(early, "a", 1, "recompute")
     tight = make_engine(tiny_llama, adapter_bytes=1000)
     with pytest.raises(ValueError, match=r"needs \d+ bytes \(limit 1000, adapter_bytes\)"):
         load(tight, "a", 1)
