@@ -25,8 +25,8 @@ MOST_ROUNDING = sqrt(2.0)
 transformers. If the ratio is certainly larger, the engine has other weights.
 """
 SPREADS = 3.0
-"""A ratio is certainly larger than a limit if it is larger by this many standard deviations: an engine at the limit is
-accused in one of 700 audits.
+"""A ratio is certainly larger than a limit if it is larger by this many standard deviations. For an engine at the
+limit, one of 700 audits names `weights`.
 """
 CLEARLY = 2.0
 """A distribution is the engine's if the differences under every other distribution are this many times larger."""

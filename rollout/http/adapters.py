@@ -51,7 +51,7 @@ class UnloadFields(Fields):
 
 
 class Adapters:
-    """Handlers that load and unload named adapters. `served`: the served model, whose name no adapter gets."""
+    """Handlers that load and unload named adapters. `served`: the served model; no adapter may have its name."""
 
     def __init__(self, served: ServedModel, lifecycle: Lifecycle) -> None:
         self.watch = lifecycle.watch

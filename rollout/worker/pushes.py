@@ -98,7 +98,7 @@ class Operation:
     - `before`: called right before `action`, which runs between two steps.
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
       reply to the call.
-    - `adapter`: the named adapter whose requests `in_flight` is about; None for all requests. A drain waits for all
+    - `adapter`: `in_flight` is about the requests of this named adapter; None for all requests. A drain waits for all
       requests.
     - `opens_by`: for a push in place, the time by which the source must be open, in monotonic seconds. The
       operation waits until the source is open. `opens_by` is None if the operation does not wait for a source.

@@ -1,7 +1,7 @@
 """Named adapters: requests of several adapters in one engine get the bits that each gets from an engine of its own.
 
-The oracle is an engine into whose weights the adapter was merged without a name, which is what a push of adapters has
-always done.
+The oracle is an engine with the adapter merged into its weights, without a name, as pushes of adapters have always
+done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def of(adapter: str | None, request: GenerateRequest) -> GenerateRequest:
 
 
 def requests(adapter: str | None, **params: Any) -> list[GenerateRequest]:
-    """Return requests whose prompts are the same for every adapter: two that share a prefix, and a group."""
+    """Return requests with the same prompts for every adapter: two that share a prefix, and a group."""
     long = tokens(41, seed=7)
     prompts = [long, np.concatenate((long[:32], tokens(9, seed=8))), tokens(5, seed=9)]
     groups = [dict(n=1), dict(n=1), dict(n=3)]

@@ -108,7 +108,7 @@ class Watcher:
                 self._read_descriptor(process, link, os.readlink(link), paths, seen)
 
     def _read_mappings(self, process: psutil.Process, seen: Seen) -> None:
-        """Add the files that a process writes through shared mappings, whose descriptors may be closed."""
+        """Add the files that a process writes through shared mappings. Their descriptors may be closed."""
         for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
             _, access, _, _, _, *path = line.split(maxsplit=5)
             if {*"ws"} <= {*access} and path and path[0].startswith("/dev/shm/") and os.path.exists(path[0]):

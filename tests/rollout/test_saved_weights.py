@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,10 @@ def test_a_killed_worker_serves_the_last_push(model: Path, tmp_path: Path, ranks
             assert checksums_of(again) != before[1]
 
 
+def has_written(thread: saver.Saver) -> bool:
+    return not thread.state.is_writing
+
+
 def test_a_killed_worker_gets_adapters_alone_as_before(model: Path, tmp_path: Path) -> None:
     adapted, folder = adapt(model), tmp_path / "saved"
     with worker_of(model, folder) as worker, WeightPublisher() as publisher:
@@ -153,7 +158,7 @@ def test_every_layout_of_weights_is_saved_in_chunks(
             thread.restore(each)
             thread.start()
             thread.save("0" * 32, 7)
-            wait_until(lambda: not thread.state.is_writing)  # noqa: B023
+            wait_until(partial(has_written, thread))
             thread.close()
             thread.join()
             assert thread.state.push is not None and not thread.state.error

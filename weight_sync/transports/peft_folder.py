@@ -135,7 +135,7 @@ class PeftFolder:
             if match is None:
                 self._refuse(
                     entry,
-                    "is not supported; save plain LoRA of linear layers, whose tensors are named lora_A and lora_B",
+                    "is not supported; save plain LoRA of linear layers, with tensors named lora_A and lora_B",
                 )
             self._check_bytes(entry)
             found.setdefault(match[1], {})[match[2]] = entry
