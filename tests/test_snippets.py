@@ -24,7 +24,7 @@ from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, reso
 
 ROOT = Path(__file__).parent.parent
 GUIDES = """quickstart clients sessions agents training recipes images drafts trl verl verifiers http fleet deploy
-    migration"""
+    migration adapters"""
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES.split())]
 
 
