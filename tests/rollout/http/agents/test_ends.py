@@ -10,16 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from fake_engine import FakeEngine
-from http_fronts import Front, error_of, events, front_end
+from http_fronts import Front, error_of, front_end
 from serving import serving, stop_after_a_step
 
 from trueroll.rollout.http.agents import endpoints
 from trueroll.rollout.http.agents.call import AgentCall
 from trueroll.rollout.http.agents.endpoints import SessionEndpoints
 
-GO = dict(messages=[dict(role="user", content="go")])
+GO: dict[str, Any] = dict(messages=[dict(role="user", content="go")])
 
 
 @pytest.fixture
@@ -39,20 +40,24 @@ def front(engine: FakeEngine, chat_model: Path) -> Iterator[Front]:
 def test_a_session_is_deleted_during_its_calls(front: Front, engine: FakeEngine) -> None:
     """A stream, a whole answer, a call that waits for the whole answer, and a second deletion."""
     path = f"/sessions/{front.post('/sessions', {}).json()['session_id']}"
-    calls = [({"stream": True}, {}), ({"n": 1}, {}), ({"n": 1}, {"x-stainless-retry-count": "1"})]
-    with ThreadPoolExecutor(len(calls)) as threads:
+    chat, retry = f"{path}/v1/chat/completions", {"x-stainless-retry-count": "1"}
+    client = front.openai().with_options(base_url=f"{front.url}{path}/v1")
+    with ThreadPoolExecutor(2) as threads:
+        engine.flow.set()
+        stream = client.chat.completions.create(model=front.model, stream=True, **GO)
+        assert next(stream).choices
         sent = []
-        for number, (fields, headers) in enumerate(calls, 1):
-            sent.append(threads.submit(front.post, f"{path}/v1/chat/completions", GO | fields, **headers))
+        for number, headers in enumerate([{}, retry], 2):
+            sent.append(threads.submit(front.post, chat, GO | {"n": 1}, **headers))
             front.wait_for("trueroll_http_open_requests", number)
             engine.flow.set()
         while len(engine.requests) < 2:
             time.sleep(0.001)
         assert front.get(path).json()["num_messages"] == 0
         assert [front.delete(path).status_code for _ in range(2)] == [200, 404]
-        stream, *whole = [each.result(60) for each in sent]
-    *_, last = events(stream)
-    assert stream.status_code == 200 and last["error"]["message"].startswith("session: closed during the call; ")
+        with pytest.raises(openai.APIError, match="^session: closed during the call; "):
+            list(stream)
+        whole = [each.result(60) for each in sent]
     assert [(each.status_code, error_of(each)["message"][:16]) for each in whole] == [(409, "session: closed ")] * 2
     front.wait_for("trueroll_http_open_requests", 0)
     assert len(engine.requests) == 2 and front.get(path).status_code == 404
