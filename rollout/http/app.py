@@ -49,11 +49,14 @@ from .sglang.generate import Generation
 from .sglang.info import Info
 from .sglang.routes import sglang_routes
 from .sglang.weights import Weights
+from .staging import Staging
 from .tinker.endpoints import TinkerEndpoints
 from .tinker.promises import Promises
 from .tinker.routes import tinker_routes
 from .tracing import ROUTE, Traced
 from .turns import Turns
+from .vllm.phases import Phases
+from .vllm.routes import vllm_routes
 from .watch import Watch
 from .wire import Handler, LongJson, answer, error_answer, event_stream, long_answer, while_present
 
@@ -193,13 +196,13 @@ def make_app(
     clients: Clients,
     counters: Counters,
     registry: Registry,
-    weights: Weights | None = None,
+    staging: Staging,
     tracer: Tracer | None = None,
     promises: Promises | None = None,
 ) -> ASGIApp:
-    """Return the application: all routes, behind the guard. `weights`: handlers of SGLang's pushes; None leaves out
-    SGLang's paths. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None leaves out
-    this API.
+    """Return the application: all routes, behind the guard. `staging`: the version that pushes of SGLang's and vLLM's
+    paths stage. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None leaves out this
+    API.
     """
     samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
     adapters = Adapters(served, lifecycle)
@@ -245,11 +248,15 @@ def make_app(
         ExactRoute("/ui/tokens", pages.tokens),
         ExactRoute("/ui/score", pages.score, methods=["POST"]),
     ]
-    if weights is not None:
-        generation = Generation(served, samples, clients, long_bodies, turns)
+    if config.sglang:
+        generation, weights = Generation(served, samples, clients, long_bodies, turns), Weights(lifecycle, staging)
         info, control = Info(served, lifecycle, counters), Control(lifecycle, generation.names)
         entries = sglang_routes(generation, info, weights, SglangAdapters(adapters), control, lifecycle)
         routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in entries]
+    if config.vllm:
+        entries = vllm_routes(Phases(lifecycle, staging, adapters))
+        own = [ExactRoute(path, handler, methods=methods) for path, handler, methods in entries]
+        routes = own + routes  # so that `/update_weights` accepts an update in phases, too
     if promises is not None:
         counters.include(promises.collect)
         most = min(config.max_open_requests, most_connections(config) // 2)  # each request polls on a connection

@@ -25,7 +25,8 @@ class HttpConfig(BaseModel):
     environment variable `TRUEROLL_HTTP_API_KEY`, if set. `clients_file`: a file with a role, a user and a key for each
     client; these keys replace the single key that all clients share.
 
-    `sglang`: whether to serve SGLang's paths, too. `tinker`: whether to serve the Tinker API, too.
+    `sglang`: whether to serve SGLang's paths, too. `vllm`: whether to serve the paths of vLLM and SkyRL for updates of
+    weights, too. `tinker`: whether to serve the Tinker API, too.
 
     `otlp_traces_endpoint`: URL of an OTLP receiver over HTTP, such as `http://localhost:4318/v1/traces`, for the
     OpenTelemetry spans of requests; None means no spans.
@@ -60,6 +61,7 @@ class HttpConfig(BaseModel):
     api_key_file: str | None = None
     clients_file: str | None = None
     sglang: bool = False
+    vllm: bool = False
     tinker: bool = False
     otlp_traces_endpoint: str | None = None
     max_body_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)

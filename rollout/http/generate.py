@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.request import CacheSalt
+from ...engine.request import CacheSalt, LogprobsMode
 from .answers import Rows, TokenBytes
 from .errors import HttpError
-from .fields import GenerationFields, NumTop, RecordFields, TokenIds, checked, given, recording, take_sampling
+from .fields import OFF, GenerationFields, NumTop, RecordFields, TokenIds, checked, given, recording, take_sampling
 from .images import ImageList, Prompt
 from .logprobs import chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 from .records import check_records, prompt_records, record_bytes, told_records
+
+_OFF = {name: neutral for name, neutral in OFF.items() if name != "include_stop_str_in_output"}
+"""Fields that must be off. A stop string is never cut from token ids."""
 
 
 class GenerateFields(GenerationFields):
@@ -33,11 +36,15 @@ class SamplingFields(RecordFields):
     """Fields of `sampling_params` in addition to `SAMPLING` and `seed`.
 
     `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
-    `skip_special_tokens`: has no effect, because the answer contains no text.
+    `logprobs_mode`: the distribution of the log-probs, as `SamplingParams.logprobs`.
+    `skip_special_tokens`, `include_stop_str_in_output`: have no effect, because the answer contains no text. The token
+    ids always include the tokens of a stop string.
     """
 
     logprobs: NumTop | None = None
+    logprobs_mode: LogprobsMode = "processed"
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,12 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         raise HttpError(400, text, field="features", code="unsupported_parameter")
     own = checked(GenerateFields, given(body))
     served = await served.named(own.model)
-    fields = given(own.sampling_params)
+    fields = given(own.sampling_params, off=_OFF)
     if own.cache_salt is not None:
         fields["cache_salt"] = own.cache_salt
     params, seed = await take_sampling(fields, None, served.encode_words)
     wanted = checked(SamplingFields, fields)
+    params = params.model_copy(update=dict(logprobs=wanted.logprobs_mode))
     served.check_lengths([own.token_ids], params.max_tokens, "token_ids")
     check_records(wanted, [own.token_ids], own.stream, params)
     if not own.stream:

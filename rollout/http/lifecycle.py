@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -100,7 +101,7 @@ class Lifecycle:
 
         If the worker is slow to answer and its last health report is recent, return the last report instead.
         """
-        _queries(request, {})
+        queries_of(request, {})
         health, age = await self._health_or_report()
         told = {"state": health.state, "weight_version": health.weight_version, "age_seconds": round(age, 3)}
         return answer(told, 503 if health.state == "failed" else 200)
@@ -108,7 +109,7 @@ class Lifecycle:
     @changing
     async def pause(self, request: Request) -> Response:
         """Stop generating until `/resume`."""
-        queries = _queries(request, {"mode": _PAUSES, "clear_cache": ("true", "false")})
+        queries = queries_of(request, {"mode": _PAUSES, "clear_cache": ("true", "false")})
         mode = queries.get("mode", ["abort"])[0]
         if mode == "wait":
             await self.client.drain()
@@ -123,18 +124,18 @@ class Lifecycle:
     @changing
     async def resume(self, request: Request) -> Response:
         """End a pause."""
-        _queries(request, {})
+        queries_of(request, {})
         await self.client.resume()
         return answer({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
-        _queries(request, {})
+        queries_of(request, {})
         return answer({"is_paused": (await self.report()).state == "paused"})
 
     @changing
     async def sleep(self, request: Request) -> Response:
         """Release memory until `/wake_up`."""
-        queries = _queries(request, {"level": ("1", "2"), "mode": _PAUSES, "tags": protocol.ALL_TAGS})
+        queries = queries_of(request, {"level": ("1", "2"), "mode": _PAUSES, "tags": protocol.ALL_TAGS})
         status = await self.client.sleep(
             level=2 if queries.get("level") == ["2"] else 1,
             tags=_tags(queries),
@@ -145,16 +146,16 @@ class Lifecycle:
     @changing
     async def wake_up(self, request: Request) -> Response:
         """Wake the worker: allocate the memory that `sleep` released."""
-        return _told(await self.client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
+        return _told(await self.client.wake_up(_tags(queries_of(request, {"tags": protocol.ALL_TAGS}))))
 
     async def is_sleeping(self, request: Request) -> Response:
-        _queries(request, {})
+        queries_of(request, {})
         return answer({"is_sleeping": bool((await self.report()).sleeping)})
 
     @changing
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Drop all cached prefixes."""
-        _queries(request, {"reset_running_requests": ("false",), "reset_external": ("false",)})
+        queries_of(request, {"reset_running_requests": ("false",), "reset_external": ("false",)})
         return _told(await self.client.invalidate_prefix_cache())
 
     @changing
@@ -163,8 +164,12 @@ class Lifecycle:
 
         The folder contains a push that the transport `disk` wrote, or a checkpoint in Hugging Face format.
         """
-        _queries(request, {})
-        fields = checked(UpdateFields, read_json(request))
+        queries_of(request, {})
+        return await self.serve_folder(read_json(request))
+
+    async def serve_folder(self, body: dict[str, Any]) -> Response:
+        """Serve the weights in a folder. `body`: the fields of `UpdateFields`."""
+        fields = checked(UpdateFields, body)
         async with self.push_lock:
             await self.push(fields)
         health = await self.report()
@@ -239,6 +244,20 @@ def _next_version(served: int) -> int:
     return served + 1
 
 
+def version_in(text: str | None) -> int | None:
+    """Return the weight version that a text names. Raise InvalidRequestError if the text is not a version."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,20}", text) or int(text) > LAST_VERSION:
+        raise InvalidRequestError(
+            f"weight_version: must be a decimal number of at most {LAST_VERSION} (got {brief(text)})",
+            field="weight_version",
+            value=text,
+            limit=LAST_VERSION,
+        )
+    return int(text)
+
+
 def prepare_for_pushes() -> None:
     """Import torch and all modules that a weight push needs. An import during a request would delay other requests."""
     from ...engine.models import loader  # noqa: F401
@@ -309,7 +328,7 @@ def _one_text(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+def queries_of(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
     """Return the values of the query parameters, by name.
 
     `known`: the permitted values of each known parameter. Raise HttpError if a parameter is unknown, if a value is not

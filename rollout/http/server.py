@@ -38,7 +38,7 @@ from .guard import Counters
 from .images import Images
 from .lifecycle import Lifecycle, prepare_for_pushes
 from .model import ServedModel
-from .sglang.weights import Weights
+from .staging import Staging
 from .texts import Texts
 from .tinker.promises import Promises
 from .watch import Watch
@@ -113,9 +113,9 @@ async def run(
         served = await _meet(client, watch, config)
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)
         registry = Registry(config)
-        weights = Weights(lifecycle) if config.sglang else None
+        staging = Staging(lifecycle)
         promises = Promises(config) if config.tinker else None
-        app = make_app(served, lifecycle, watch, config, clients, counters, registry, weights, tracer, promises)
+        app = make_app(served, lifecycle, watch, config, clients, counters, registry, staging, tracer, promises)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)
@@ -126,8 +126,7 @@ async def run(
             try:
                 return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:
-                if weights is not None:
-                    await weights.close()
+                await staging.close()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

@@ -183,6 +183,15 @@ class _InParts(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
+def refusing(path: str, why: str) -> Handler:
+    """Return the handler of a path that is refused. `why`: the reason, and what to use instead."""
+
+    async def refuse(request: Request) -> Response:
+        raise HttpError(400, f"{path}: {why}", code="unsupported_path")
+
+    return refuse
+
+
 def error_answer(error: HttpError) -> Response:
     """Return the JSON response for an error."""
     return Response(encoded(error_body(error)), error.status, error.headers, media_type="application/json")

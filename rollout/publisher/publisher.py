@@ -478,27 +478,30 @@ class WeightPublisher:
         self._tell_fleet(manifest.weight_version, manifest.push_id)
         return result
 
-    def pull(self, source: str | Path, version: int, *, allow_older: bool = False) -> Staged:
+    def pull(self, source: str | Path, version: int, *, allow_older: bool = False, reads_chain: bool = True) -> Staged:
         """Make every worker stage version `version` from the chain at `source`, while it generates. Return the staged
         version, which the caller commits or aborts.
 
         Each worker reads the chain itself: the deltas since the version that it serves, or a full checkpoint and the
-        deltas after it. No trainer is needed. The chain may come from `push` with the transport `delta`, or from slime.
+        deltas after it. No trainer is needed. The chain may come from `push` with the transport `delta`, from slime or
+        from SkyRL.
 
         - `source`: a folder, or a URL for fsspec such as s3://bucket/run, with subfolders such as `weight_v000123`.
           This process and every worker must be able to read it. A worker reads a URL only if its `push_urls` allow it.
         - `allow_older`: see `push`.
+        - `reads_chain`: if False, only the workers read the chain, not this process. Only for chains of slime and
+          SkyRL.
 
-        Workers that already serve this push are not affected. slime's chains have no ids of pushes, so with such a
-        chain, a worker that serves `version` refuses it as not newer. Raise PushError if the chain does not lead to
-        `version`, or if a worker has not staged it; the workers then keep their weights.
+        Workers that already serve this push are not affected. The chains of slime and SkyRL have no ids of pushes, so
+        with such a chain, a worker that serves `version` refuses it as not newer. Raise PushError if the chain does not
+        lead to `version`, or if a worker has not staged it; the workers then keep their weights.
         """
         version = _checked_version(version)
         place = str(source) if is_url(str(source)) else str(Path(source).absolute())
-        index = _index_of(place, version)
+        push_id = _index_of(place, version).push_id if reads_chain else None
         party = self._meet()
-        in_need = party.where(lambda _, reply: index.push_id is None or reply.push_id != index.push_id)
-        told = place, version, index.push_id, allow_older
+        in_need = party.where(lambda _, reply: push_id is None or reply.push_id != push_id)
+        told = place, version, push_id, allow_older
         transaction = self._sender.stage_chain(in_need.workers, in_need.replies, *told)
 
         def note(result: PushResult) -> PushResult:

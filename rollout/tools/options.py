@@ -122,6 +122,7 @@ HTTP: Table = {
     },
     "Paths of other servers": {
         "sglang": "Also serve the paths of SGLang, for slime, miles and AReaL.",
+        "vllm": "Also serve the paths of vLLM that update weights, for SkyRL.",
         "tinker": "Also serve the sampling of the Tinker API, for the package tinker.",
     },
     "Traces": {

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from fuzz.violation import Violation
 
-LIMITS = ("--max-body-bytes", "131072", "--max-open-requests", "64", "--drain-seconds", "5", "--sglang", "--tinker")
+LIMITS = ("--max-body-bytes", "131072", "--max-open-requests", "64", "--drain-seconds", "5")
+LIMITS += ("--sglang", "--vllm", "--tinker")
 COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()")
 END_SECONDS = 60.0
 

@@ -84,6 +84,23 @@ class HttpCorpus:
         )
         return rng.choice(others) if rng.random() < 0.4 else Request("POST", "/generate", body)
 
+    def vllm(self) -> Request:
+        rng = self.rng
+        version = {"target_version": 9, "version": 9, "sync_dir": NO_FOLDER, "uri": f"{NO_FOLDER}/delta-00000009"}
+        update = rng.choice((version, {"path": NO_FOLDER}, {"names": ["a"], "dtype_names": ["x"], "shapes": [[1]]}))
+        return rng.choice(
+            (
+                Request("POST", "/init_weight_transfer_engine", {"init_info": {"base_model_path": "x"}}),
+                Request("POST", "/fetch_weights", version),
+                Request("POST", "/start_weight_update"),
+                Request("POST", "/update_weights", {"update_info": update}),
+                Request("POST", "/finish_weight_update", {"weight_version": "9"}),
+                Request("POST", "/skyrl/v1/load_lora_adapter", {"lora_name": "a", "lora_path": NO_FOLDER}),
+                Request("GET", rng.choice(("/weight_info", "/get_world_size?include_dp=true"))),
+                Request("POST", "/collective_rpc", {"method": "f", "kwargs": {}}),
+            )
+        )
+
     def tinker(self) -> Request:
         rng = self.rng
         prompt = {"chunks": [{"type": "encoded_text", "tokens": self._tokens()}]}
@@ -197,6 +214,7 @@ _WEIGHTS: dict[Callable[[HttpCorpus], Request], float] = {
     HttpCorpus.chat: 15,
     HttpCorpus.generate: 15,
     HttpCorpus.sglang: 12,
+    HttpCorpus.vllm: 4,
     HttpCorpus.tinker: 6,
     HttpCorpus.adapter: 2,
     HttpCorpus.tokenize: 8,
@@ -206,7 +224,7 @@ _WEIGHTS: dict[Callable[[HttpCorpus], Request], float] = {
     HttpCorpus.lifecycle: 4,
     HttpCorpus.update: 1,
 }
-_ENDS_OTHERS = re.compile(rb"/(?:pause|sleep)(?!\?mode=keep[ &])|abort_all")
+_ENDS_OTHERS = re.compile(rb"/(?:pause|sleep)(?!\?mode=keep[ &])|abort_all|/abort_requests")
 """Matches a request that would abort other clients' requests, which every client with access may send."""
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trueroll.errors import PushError
 
-from .index import Delta, Index, folder_name
+from .index import Delta, Index
 
 MOST_FOLDERS = 1024
 """Limit on the number of folders that lead to a version."""
@@ -60,7 +60,7 @@ def is_base(delta: Delta, served: Served | None) -> bool:
 def _check_push(index: Index, push_id: str | None) -> None:
     if None not in (index.push_id, push_id) and index.push_id != push_id:
         raise PushError(
-            f"chain: {folder_name(index.version)} holds push {index.push_id}, but push {push_id} is needed, so the "
+            f"chain: {index.folder} holds push {index.push_id}, but push {push_id} is needed, so the "
             "folder was replaced; write a full checkpoint, or push the whole weights once"
         )
 
@@ -73,6 +73,7 @@ def _read(read: Callable[[int], Index], later: list[Index], version: int, served
             raise
         serves = "serves no complete weights" if served is None else f"serves version {served.version}"
         raise PushError(
-            f"chain: {folder_name(later[-1].version)} is a delta to version {version}, and this worker {serves}, but "
-            f"{folder_name(version)} cannot be used: {error}. Write a full checkpoint, or push the whole weights once"
+            f"chain: {later[-1].folder} is a delta to version {version}, and this worker {serves}, but "
+            f"{later[-1].folder_of(version)} cannot be used: {error}. Write a full checkpoint, or push the whole "
+            "weights once"
         ) from None

@@ -22,7 +22,7 @@ from .encoding import COMPRESSION, ENCODINGS, HASHES, Encoding
 
 INDEX_FILE = "model.safetensors.index.json"
 _VERSION = re.compile(r"[0-9]{1,19}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
 _PUSH_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -56,6 +56,24 @@ class Index:
     delta: Delta | None = None
     push_id: str | None = None
 
+    source = INDEX_FILE
+    """The file that describes the folder."""
+
+    @staticmethod
+    def folder_of(version: int) -> str:
+        """Return the name of the folder with this version."""
+        return folder_name(version)
+
+    @property
+    def folder(self) -> str:
+        return self.folder_of(self.version)
+
+    def digest_of(self, name: str, metadata: Mapping[str, str]) -> str | None:
+        """Return the checksum of a tensor, if there is one. `metadata`: the texts in the header of the tensor's
+        file.
+        """
+        return metadata.get(name)
+
     @property
     def file_names(self) -> list[str]:
         """The names of the folder's safetensors files, in ascending order."""
@@ -79,27 +97,29 @@ def parse_index(text: bytes, version: int) -> Index:
     """
     try:
         values = json.loads(text.decode())
-        _expect(isinstance(values, dict), "it is not a JSON map")
+        expect(isinstance(values, dict), "it is not a JSON map")
         metadata, files = values.get("metadata", {}), values.get("weight_map")
-        _expect(isinstance(metadata, dict), "its metadata is not a map")
+        expect(isinstance(metadata, dict), "its metadata is not a map")
         found = _version(metadata.get("version", str(version)), "version")
-        _expect(found == version, f"it describes version {found}, so this version is there twice")
+        expect(found == version, f"it describes version {found}, so this version is there twice")
         delta, checksum_format = _delta(metadata, version), metadata.get("checksum_format")
         if delta is not None or checksum_format is not None:
             _expect_one_of(metadata, "checksum_format", tuple(HASHES))
         return Index(version, _files(files), checksum_format, delta, _push_id(metadata, "push_id"))
     except (ValueError, RecursionError) as error:
-        raise PushError(
-            f"chain: {folder_name(version)}/{INDEX_FILE} is not usable: {error!s:.300}; write the folder again, or a "
-            "full checkpoint"
-        ) from None
+        raise unusable(f"{folder_name(version)}/{INDEX_FILE}", error) from None
+
+
+def unusable(path: str, error: Exception) -> PushError:
+    """Return the error for the description of a folder that has an error."""
+    return PushError(f"chain: {path} is not usable: {error!s:.300}; write the folder again, or a full checkpoint")
 
 
 def _files(values: Any) -> dict[str, str]:
-    _expect(isinstance(values, dict), "it has no weight_map, the map of tensors to files")
+    expect(isinstance(values, dict), "it has no weight_map, the map of tensors to files")
     for name, file in values.items():
-        is_name = isinstance(file, str) and _FILE_NAME.fullmatch(file) is not None
-        _expect(is_name, f"tensor {ascii(name[:80])} is in {file!a:.80}, which is not the name of a safetensors file")
+        is_name = isinstance(file, str) and FILE_NAME.fullmatch(file) is not None
+        expect(is_name, f"tensor {ascii(name[:80])} is in {file!a:.80}, which is not the name of a safetensors file")
     return values
 
 
@@ -107,7 +127,7 @@ def _delta(metadata: dict[str, Any], version: int) -> Delta | None:
     if "delta_encoding" not in metadata:
         return None
     base = _version(metadata.get("base_version"), "base_version")
-    _expect(base < version, f"version {version} is based on version {base}, which is not older")
+    expect(base < version, f"version {version} is based on version {base}, which is not older")
     _expect_one_of(metadata, "delta_encoding", ENCODINGS)
     _expect_one_of(metadata, "compression_format", (COMPRESSION,))
     return Delta(base, metadata["delta_encoding"], _push_id(metadata, "base_push_id"))
@@ -115,23 +135,24 @@ def _delta(metadata: dict[str, Any], version: int) -> Delta | None:
 
 def _version(value: Any, name: str) -> int:
     is_version = isinstance(value, str) and _VERSION.fullmatch(value) is not None and int(value) <= LAST_VERSION
-    _expect(is_version, f"{name} is {value!a:.80}, not a version such as '000123'")
+    expect(is_version, f"{name} is {value!a:.80}, not a version such as '000123'")
     return int(value)
 
 
 def _push_id(metadata: dict[str, Any], name: str) -> str | None:
     value = metadata.get(name)
     is_id = value is None or (isinstance(value, str) and _PUSH_ID.fullmatch(value) is not None)
-    _expect(is_id, f"{name} is {value!a:.80}, not 32 hexadecimal digits")
+    expect(is_id, f"{name} is {value!a:.80}, not 32 hexadecimal digits")
     return value
 
 
 def _expect_one_of(metadata: dict[str, Any], name: str, known: tuple[str, ...]) -> None:
     value = metadata.get(name)
     is_known = isinstance(value, str) and value in known
-    _expect(is_known, f"{name} is {value!a:.80}, which is not supported (supported: {', '.join(known)})")
+    expect(is_known, f"{name} is {value!a:.80}, which is not supported (supported: {', '.join(known)})")
 
 
-def _expect(holds: bool, found: str) -> None:
+def expect(holds: bool, found: str) -> None:
+    """Raise ValueError with the text `found` unless a condition holds."""
     if not holds:
         raise ValueError(found)

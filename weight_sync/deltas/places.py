@@ -18,6 +18,7 @@ from ..payload.manifest import MODEL_FILE
 from ..payload.tensor_file import LocalFile, ReadableFile, read_bytes
 from ..transports.policy import PushPolicy
 from .index import INDEX_FILE, Index, folder_name, parse_index
+from .skyrl import MANIFEST_FILE, parse_manifest, skyrl_folder
 
 READ_AHEAD = 4 * 2**20
 """Bytes of a remote file that are fetched ahead. Each open remote file holds about twice as many bytes."""
@@ -34,7 +35,7 @@ class Place(Protocol):
         ...
 
     def open_if_there(self, folder: str, name: str) -> ReadableFile | None:
-        """Return None if there is no file `name`."""
+        """Return None if there is no such folder, or no file `name` in it."""
         ...
 
 
@@ -94,8 +95,7 @@ class OwnPlace:
             raise PushError(f"chain: cannot read {path}: {error.strerror}; give the folder of a chain") from None
 
     def open_if_there(self, folder: str, name: str) -> ReadableFile | None:
-        is_missing = (self._root / folder).is_dir() and not (self._root / folder / name).exists()
-        return None if is_missing else self.open(folder, name)
+        return self.open(folder, name) if (self._root / folder / name).exists() else None
 
 
 class RemotePlace:
@@ -166,16 +166,27 @@ def _name(error: Exception) -> str:
 
 
 def read_index(place: Place, version: int, max_bytes: int) -> Index:
-    """Return the content of the folder of `version`. Raise PushError if the folder is missing or still being written,
-    or if its index is invalid or has more than `max_bytes` bytes.
+    """Return the content of the folder of `version`, which slime, trueroll or SkyRL wrote. Raise PushError if the
+    folder is missing or still being written, or if its description is invalid or has more than `max_bytes` bytes.
     """
     folder = folder_name(version)
-    file = place.open_if_there(folder, INDEX_FILE)
-    if file is None:
-        place.open(folder, MODEL_FILE).close()
+    if (file := place.open_if_there(folder, INDEX_FILE)) is not None:
+        return parse_index(_text(file, max_bytes), version)
+    if (file := place.open_if_there(folder, MODEL_FILE)) is not None:
+        file.close()
         return Index(version, None)
+    if (file := place.open_if_there(skyrl_folder(version), MANIFEST_FILE)) is not None:
+        return parse_manifest(_text(file, max_bytes), version)
+    try:
+        place.open(folder, MODEL_FILE).close()
+    except PushError as error:
+        raise PushError(f"{error}. There is no {skyrl_folder(version)}/{MANIFEST_FILE} either") from None
+    raise PushError(f"chain: {folder} was written while it was read; push again")
+
+
+def _text(file: ReadableFile, max_bytes: int) -> bytes:
     with closing(file):
         size = file.num_bytes()
         if size > max_bytes:
             raise PushError(f"chain: {file.path} has {size} bytes (limit {max_bytes}); check that it is of this model")
-        return parse_index(read_bytes(file, 0, size).tobytes(), version)
+        return read_bytes(file, 0, size).tobytes()

@@ -38,7 +38,7 @@ from ..payload.tensor_file import TensorEntry, TensorFile, max_header_bytes
 from ..payload.tensors import dtype_named
 from .chain import Served, find_way
 from .encoding import apply, digest
-from .index import INDEX_FILE, Index, folder_name
+from .index import Index
 from .places import Place, read_index
 
 MOST_FILES = 512
@@ -135,17 +135,17 @@ class ChainReader:
                     f"chain: more than {MOST_FILES} files lead to this version; write full checkpoints more often "
                     "(full_every)"
                 )
-            file = opened.enter_context(closing(self._place.open(folder_name(index.version), file_name)))
+            file = opened.enter_context(closing(self._place.open(index.folder, file_name)))
             tensors = TensorFile(file, partial(self._dtype_in, index), self._most_bytes)
             for entry in tensors.entries:
                 if index.files is not None and index.files.get(entry.name) != file_name:
-                    raise PushError(f"chain: {INDEX_FILE} does not list the tensor {entry.name:.80} of {file.path}")
+                    raise PushError(f"chain: {index.source} does not list the tensor {entry.name:.80} of {file.path}")
                 seen.add(entry.name)
-                self._add(_Step(index, tensors, entry, tensors.metadata.get(entry.name)))
+                self._add(_Step(index, tensors, entry, index.digest_of(entry.name, tensors.metadata)))
         if missing := sorted((index.files or {}).keys() - seen):
-            raise PushError(f"chain: {folder_name(index.version)} lacks {missing[0]:.80}, which {INDEX_FILE} lists")
+            raise PushError(f"chain: {index.folder} lacks {missing[0]:.80}, which {index.source} lists")
         if self._read_index(index.version) != index:
-            raise PushError(f"chain: {folder_name(index.version)} was replaced while it was opened; push again")
+            raise PushError(f"chain: {index.folder} was replaced while it was opened; push again")
 
     def _own_name(self, name: str) -> str | None:
         """Return the worker's name for a tensor of the chain; None if the worker does not use the tensor."""
@@ -182,21 +182,19 @@ class ChainReader:
         shape, most = self._shape(own), self._num_bytes(own) * _MOST_GROWTH + _FRAME_BYTES
         if index.delta is None and entry.shape != shape:
             raise PushError(
-                f"tensor {own}: has shape {list(entry.shape)} in {folder_name(index.version)}, expected {list(shape)}; "
+                f"tensor {own}: has shape {list(entry.shape)} in {index.folder}, expected {list(shape)}; "
                 "check that trainer and worker have the same model"
             )
         if entry.num_bytes > most:
             raise PushError(
-                f"tensor {own}: its delta in {folder_name(index.version)} has {entry.num_bytes} bytes (limit {most}); "
+                f"tensor {own}: its delta in {index.folder} has {entry.num_bytes} bytes (limit {most}); "
                 "check that trainer and worker have the same model"
             )
         if index.checksum_format is not None and step.digest is None:
-            raise PushError(
-                f"tensor {own}: {folder_name(index.version)} has no checksum for it; write the folder again"
-            )
+            raise PushError(f"tensor {own}: {index.folder} has no checksum for it; write the folder again")
         steps = self._steps.setdefault(own, [])
         if steps and steps[-1].index is index:
-            raise PushError(f"tensor {own}: {folder_name(index.version)} has it twice; write the folder again")
+            raise PushError(f"tensor {own}: {index.folder} has it twice; write the folder again")
         steps.append(step)
 
     def _checkpoint_names(self) -> list[str]:
@@ -235,7 +233,7 @@ class ChainReader:
             try:
                 apply(step.index.delta.encoding, data, frame)
             except ValueError as error:
-                raise PushError(f"tensor {name}: {folder_name(step.index.version)}: {error}; {self._advice}") from None
+                raise PushError(f"tensor {name}: {step.index.folder}: {error}; {self._advice}") from None
         if (last := self._steps.get(name)) is not None:
             self._check(name, last[-1], data)
         return data

@@ -53,10 +53,11 @@ class PushPolicy:
             return self._open_in(parent, names)
 
     def open_if_there(self, folder: str, name: str) -> FileIO | None:
-        """Open one file as `open_files` does. Return None if the folder exists, but has no file with this name."""
-        with self._refusing(folder), self._opened(folder) as parent:
+        """Open one file as `open_files` does. Return None if there is no such folder, or no such file in it."""
+        with self._refusing(folder):
             try:
-                return self._open_in(parent, [name])[0]
+                with self._opened(folder) as parent:
+                    return self._open_in(parent, [name])[0]
             except FileNotFoundError:
                 return None
 

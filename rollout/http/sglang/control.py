@@ -13,7 +13,7 @@ from ... import protocol
 from ..errors import HttpError
 from ..fields import Fields, checked, given, unsupported
 from ..lifecycle import Lifecycle, changing
-from ..wire import Handler, answer, read_json
+from ..wire import answer, read_json
 from .generate import OpenNames
 
 _DISK = "write a checkpoint to a folder and call /update_weights_from_disk, or publish deltas and call /pull_weights"
@@ -121,15 +121,6 @@ class Control:
             raise HttpError(400, text, value=num_open, code="invalid_request")
         await self._client.invalidate_prefix_cache()
         return answer({"message": "the prefix cache is empty", "status": "ok"})
-
-
-def refusing(path: str) -> Handler:
-    """Return the handler of a path that is refused."""
-
-    async def refuse(request: Request) -> Response:
-        raise HttpError(400, f"{path}: {REFUSED[path]}", code="unsupported_path")
-
-    return refuse
 
 
 def _told(status: protocol.Status) -> Response:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from ..lifecycle import Lifecycle
-from ..wire import Handler
+from ..wire import Handler, refusing
 from .adapters import SglangAdapters
-from .control import REFUSED, Control, refusing
+from .control import REFUSED, Control
 from .generate import Generation
 from .info import Info
 from .weights import Weights
@@ -50,5 +50,5 @@ def sglang_routes(
     ):
         yield path, handler, ["POST"]
     yield "/flush_cache", control.flush, ["GET", "POST"]
-    for path in REFUSED:
-        yield path, refusing(path), ["GET", "POST"]
+    for path, why in REFUSED.items():
+        yield path, refusing(path, why), ["GET", "POST"]

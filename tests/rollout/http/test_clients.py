@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from fake_engine import FakeEngine
@@ -24,9 +25,9 @@ from trueroll.rollout.http.clients import GENERATE_PATHS, Clients, clients_of
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
 from trueroll.rollout.http.paths import SAMPLER, SESSION, TINKER
 from trueroll.rollout.http.sglang.control import REFUSED
-from trueroll.rollout.http.sglang.weights import Weights
 from trueroll.rollout.http.tinker.promises import Promises
 from trueroll.rollout.http.tinker.routes import REST
+from trueroll.rollout.http.vllm.routes import vllm_routes
 from trueroll.rollout.network.keys import OWNER, Client
 
 ALICE, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "operator"))
@@ -45,6 +46,7 @@ SGLANG_PATHS = SGLANG_CONTROL_PATHS | {
     *("/generate", "/health_generate", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
     *("/get_weight_version", "/v1/loads", "/get_load"),
 }
+VLLM_PATHS = {path for path, *_ in vllm_routes(MagicMock())} - CONTROL_PATHS
 TINKER_PATHS = {path for path in GENERATE_PATHS if path.startswith(f"{TINKER}/")}
 BY_CAPABILITY = {
     *(SESSION, f"{SESSION}/samples", f"{SESSION}/reward", f"{SESSION}/v1/models", f"{SESSION}/v1/chat/completions"),
@@ -111,22 +113,26 @@ def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
     keyless = guard.OPEN_PATHS | GENERATE_PATHS | {"/v1/models/{name:path}"} | BY_CAPABILITY
     _app(Clients({}))
-    assert served - keyless == CONTROL_PATHS and served & (SGLANG_PATHS | TINKER_PATHS) == set()
-    _app(Clients({}), Weights(FakePages()))  # type: ignore[arg-type]
+    assert served - keyless == CONTROL_PATHS and served & (SGLANG_PATHS | VLLM_PATHS | TINKER_PATHS) == set()
+    _app(Clients({}), sglang=True)
     assert served - keyless == CONTROL_PATHS | SGLANG_CONTROL_PATHS
-    assert served >= GENERATE_PATHS - TINKER_PATHS | SGLANG_PATHS and served & TINKER_PATHS == set()
+    assert served >= SGLANG_PATHS and served & (VLLM_PATHS | TINKER_PATHS) == set()
+    served.clear()
+    _app(Clients({}), vllm=True)
+    assert served - keyless == CONTROL_PATHS | VLLM_PATHS - {"/weight_info", "/get_world_size", "/finish_session"}
+    assert served >= VLLM_PATHS and served & TINKER_PATHS == set()
     served.clear()
     _app(Clients({}), promises=Promises(HttpConfig(address="ipc://x")))
     assert served - keyless == CONTROL_PATHS | {REST}, "REST only refuses"
     assert served >= TINKER_PATHS >= {SAMPLER} and len(TINKER_PATHS) == 12
 
 
-def _app(clients: Clients, weights: Weights | None = None, promises: Promises | None = None) -> Any:
-    config = HttpConfig(address="ipc://x")
+def _app(clients: Clients, promises: Promises | None = None, **settings: Any) -> Any:
+    config = HttpConfig(address="ipc://x", **settings)
     counters, registry = guard.Counters(), Registry(config)
     none: Any = None
     pages: Any = FakePages()
-    return make_app(none, pages, none, config, clients, counters, registry, weights, None, promises)
+    return make_app(none, pages, none, config, clients, counters, registry, none, None, promises)
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 from prometheus_client.metrics_core import Metric
 
-from trueroll.rollout.http import app, guard, pages, server
+from trueroll.rollout.http import app, guard, pages, server, staging
 from trueroll.rollout.http.bodies import Bodies
 from trueroll.rollout.http.chat import ChatFields
 from trueroll.rollout.http.completions import CompletionFields
@@ -24,17 +24,23 @@ from trueroll.rollout.http.tinker import endpoints as tinker_endpoints
 from trueroll.rollout.http.tinker import fields as tinker_fields
 from trueroll.rollout.http.tinker import promises, targets
 from trueroll.rollout.http.tinker.routes import REST, tinker_routes
+from trueroll.rollout.http.vllm import fields as vllm_fields
+from trueroll.rollout.http.vllm.routes import vllm_routes
+from trueroll.weight_sync.deltas import reader
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGE, SGLANG_PAGE, TINKER_PAGE = ((DOCS / name).read_text() for name in ("http.md", "sglang.md", "tinker.md"))
+PAGE, SGLANG_PAGE, VLLM_PAGE, TINKER_PAGE = (
+    (DOCS / f"{name}.md").read_text() for name in ("http", "sglang", "skyrl", "tinker")
+)
 
 
 def words(page: str) -> set[str]:
     return {word for code in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"[\w./-]+", code)}
 
 
-WORDS, SGLANG_WORDS, TINKER_WORDS = words(PAGE), words(SGLANG_PAGE), words(TINKER_PAGE)
+WORDS, SGLANG_WORDS, VLLM_WORDS, TINKER_WORDS = map(words, (PAGE, SGLANG_PAGE, VLLM_PAGE, TINKER_PAGE))
 SGLANG_ROUTES = [*sglang_routes(*[MagicMock()] * 6)]
+VLLM_ROUTES = [*vllm_routes(MagicMock())]
 TINKER_ROUTES = [*tinker_routes(MagicMock())]
 
 
@@ -58,6 +64,8 @@ def test_every_path_is_described() -> None:
     assert len(named) > 20 and named - WORDS == set()
     of_sglang = {path for path, _, _ in SGLANG_ROUTES}
     assert len(of_sglang) > 20 and of_sglang - SGLANG_WORDS == set()
+    of_vllm = {path for path, _, _ in VLLM_ROUTES}
+    assert len(of_vllm) > 10 and of_vllm - VLLM_WORDS == set()
     of_tinker = {path.replace("{id}", "ID") for path, _, _ in TINKER_ROUTES} - {REST}
     assert len(of_tinker) > 10 and of_tinker - TINKER_WORDS == set()
     assert guard.WORK_PATHS | guard.OPEN_PATHS <= paths | of_sglang | of_tinker
@@ -70,6 +78,14 @@ def test_every_field_of_sglang_is_described() -> None:
     for kind in (*kinds, control.MemoryFields):
         named |= kind.model_fields.keys()
     assert named - SGLANG_WORDS == set()
+
+
+def test_every_field_of_vllm_is_described() -> None:
+    kinds = (vllm_fields.InitFields, vllm_fields.InitInfo, vllm_fields.VersionInfo, vllm_fields.PathInfo)
+    kinds += (vllm_fields.InfoFields, vllm_fields.FinishFields, vllm_fields.LoadFields)
+    named = {name for kind in kinds for name in kind.model_fields}
+    assert named - VLLM_WORDS == set()
+    assert f"within {staging.STAGED_SECONDS / 60:.0f} minutes" in VLLM_PAGE and str(reader.MOST_FILES) in VLLM_PAGE
 
 
 def test_every_field_of_tinker_is_described() -> None:

@@ -60,7 +60,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
         stage.calls.append(("close",))
         close(publisher)
 
-    pull = lambda publisher, source, version: stage.pull(publisher, source, version)  # noqa: E731
+    pull = lambda publisher, source, version, reads_chain: stage.pull(publisher, source, version)  # noqa: E731
     monkeypatch.setattr(WeightPublisher, "pull", pull)
     monkeypatch.setattr(WeightPublisher, "close", closing)
     return stage

@@ -1,0 +1,15 @@
+"""The paths of vLLM's server that trainers call to update weights, and SkyRL's additions to them. Off unless
+`HttpConfig.vllm` is set. The paths that pause and sleep, which have vLLM's names, are served in any case (`lifecycle`).
+
+| module   | owns                                                                                            |
+|----------|-------------------------------------------------------------------------------------------------|
+| `fields` | the fields of requests, and the paths that are refused                                          |
+| `phases` | the update in phases: fetch, start, update, finish                                              |
+| `routes` | the list of paths                                                                               |
+
+vLLM 0.32 updates weights in phases: `/init_weight_transfer_engine` once, then `/start_weight_update`,
+`/update_weights` and `/finish_weight_update` for each version. SkyRL 0.4 calls `/fetch_weights` before them.
+
+Promises: an update serves the whole version that it names, or the worker keeps its weights. No path deserializes
+pickles, or joins a group of NCCL: such requests are refused with what to use instead.
+"""
