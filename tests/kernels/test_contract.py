@@ -372,7 +372,7 @@ INTERPRETED = (
 )
 
 
-SLOW = {"qkv 80 norms over heads", "qkv 128 biases norms", "qkv 80 a gate and a part"}
+SLOW = {"qkv 80 norms over heads", "qkv 128 biases norms", "qkv 80 a gate and a part", "gate_up silu 130x577"}
 """The INTERPRETED ops that only `make test-all` runs. These ops take seconds and add the least coverage."""
 
 

@@ -83,13 +83,13 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(smollm2: Path, smollm2_served: ServedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(chat_model: Path, chat_served: ServedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """A training with trueroll in place of vLLM."""
     args = grpo_settings(tmp_path_factory.mktemp("grpo"), max_steps=STEPS, use_vllm=True, vllm_mode="server")
     original = grpo_trainer.VLLMGeneration
-    with RolloutClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
+    with RolloutClient(chat_served.address) as client, CheckingPublisher(chat_served) as publisher:
         with trueroll_generation(client, publisher):
-            trainer = GRPOTrainer(model=str(smollm2), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
+            trainer = GRPOTrainer(model=str(chat_model), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
         assert grpo_trainer.VLLMGeneration is original
         trainer.train()
         history = [entry for entry in trainer.state.log_history if DIFFERENCE in entry]
@@ -147,12 +147,12 @@ def reported(trainer: GRPOTrainer, name: str) -> list[float]:
 
 
 def test_with_an_aligned_trainer_trl_finds_no_difference(
-    trained: Trained, smollm2: Path, smollm2_served: ServedEngine, tmp_path: Path
+    trained: Trained, chat_model: Path, chat_served: ServedEngine, tmp_path: Path
 ) -> None:
     args = grpo_settings(tmp_path, max_steps=2, use_vllm=True, vllm_mode="server")
-    with RolloutClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
+    with RolloutClient(chat_served.address) as client, CheckingPublisher(chat_served) as publisher:
         with trueroll_generation(client, publisher):
-            trainer = AlignedGRPOTrainer(str(smollm2), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
+            trainer = AlignedGRPOTrainer(str(chat_model), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
         trainer.train()
     assert publisher.differing == [[], []] and len(set(publisher.embeddings)) == 2  # the second step has new weights
     assert reported(trainer, DIFFERENCE) == reported(trainer, MEAN_DIFFERENCE) == [0.0, 0.0]
@@ -231,12 +231,12 @@ def test_unsupported_settings_of_an_aligned_trainer_are_refused(
 
 
 def test_a_rollout_function_trains_with_the_chat_template_and_the_pushed_weights(
-    smollm2: Path, smollm2_served: ServedEngine, tmp_path: Path
+    chat_model: Path, chat_served: ServedEngine, tmp_path: Path
 ) -> None:
     args = grpo_settings(tmp_path, max_steps=2)
-    with RecordingClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
+    with RecordingClient(chat_served.address) as client, CheckingPublisher(chat_served) as publisher:
         trainer = GRPOTrainer(
-            model=str(smollm2),
+            model=str(chat_model),
             reward_funcs=num_vowels,
             args=args,
             train_dataset=CHATS,
@@ -246,7 +246,7 @@ def test_a_rollout_function_trains_with_the_chat_template_and_the_pushed_weights
     assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2]
     assert publisher.differing == [[], []] and len(set(publisher.embeddings)) == 2
     assert [len(group.samples) for group in client.groups] == [4, 4]
-    texts = [AutoTokenizer.from_pretrained(smollm2).decode(prompt) for prompt in client.prompts]
+    texts = [AutoTokenizer.from_pretrained(chat_model).decode(prompt) for prompt in client.prompts]
     assert all(text.endswith("animals.<|im_end|>\n<|im_start|>assistant\n") for text in texts), texts
 
 

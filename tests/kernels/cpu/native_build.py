@@ -54,7 +54,9 @@ def emulated_library() -> Library:
     """
     folder = Path(os.environ["TRUEROLL_TEST_RUN"]) / "emulated"
     plain = {source.stem for source in (ROOT / "kernels/cpu/native").rglob("*.cpp")} - {"amx_bf16"}
-    make_folder_once(folder, lambda folder: build(folder / "emulated.so", ["-O2", "-shared"], plain=plain))
+    make_folder_once(
+        folder, lambda folder: build(folder / "emulated.so", ["-O2", "-march=native", "-shared"], plain=plain)
+    )
     library = Library(folder / "emulated.so")
     assert library.instruction_sets()[0] == "amx_bf16"
     return library

@@ -125,18 +125,22 @@ def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, 
     assert fleet.reports()["worker-0"].restarts > 0
 
 
-def test_an_actor_runs_a_worker_with_several_ranks(cluster: Path, client: FleetClient, tiny_llama: Path) -> None:
+@pytest.mark.parametrize("victim", ["follower", "actor"])
+@thinned(lambda victim: victim == "follower")  # every run kills an actor with one rank
+def test_an_actor_runs_a_worker_with_several_ranks(
+    cluster: Path, client: FleetClient, tiny_llama: Path, victim: str
+) -> None:
     """The worker gives the samples of workers with one rank. All of its processes are replaced if one is killed."""
     with Fleet(str(tiny_llama), 1, tensor_parallel_size=2, **SETTINGS) as fleet, FleetClient(fleet) as of_ranks:
-        for victim in ("follower", "actor"):
-            actor, worker = fleet.pids()["worker-0"]
-            followers = psutil.Process(worker).children()
-            assert len(followers) == 1
-            assert tokens(of_ranks) == tokens(client)
-            os.kill(actor if victim == "actor" else followers[0].pid, signal.SIGKILL)
-            assert tokens(of_ranks) == tokens(client)
-            wait_until(lambda lost=worker: fleet.num_serving == 1 and fleet.pids()["worker-0"][1] != lost)
-            wait_until(lambda lost=(worker, *[each.pid for each in followers]): not any(map(psutil.pid_exists, lost)))
+        actor, worker = fleet.pids()["worker-0"]
+        followers = psutil.Process(worker).children()
+        assert len(followers) == 1
+        assert tokens(of_ranks) == tokens(client)
+        os.kill(actor if victim == "actor" else followers[0].pid, signal.SIGKILL)
+        assert tokens(of_ranks) == tokens(client)
+        wait_until(lambda: fleet.num_serving == 1 and fleet.pids()["worker-0"][1] != worker)
+        lost = (worker, *[each.pid for each in followers])
+        wait_until(lambda: not any(map(psutil.pid_exists, lost)))
 
 
 def test_a_worker_lost_while_the_others_sleep_is_replaced_when_they_wake_up(
@@ -213,30 +217,31 @@ def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetCl
     assert b'"state": "ready"' in urllib.request.urlopen(f"{url}/healthz").read()
 
 
+@pytest.mark.parametrize("told", ["the fleet", "its file"])
+@thinned(lambda told: told == "its file")  # other tests connect a publisher to the fleet
 def test_workers_wait_for_weights_that_all_lost_right_after_a_push(
-    cluster: Path, fleet: Fleet, client: FleetClient, tiny_llama: Path
+    cluster: Path, fleet: Fleet, client: FleetClient, tiny_llama: Path, told: str
 ) -> None:
     """The trainer is in the process of the fleet, or has only the fleet's file. The folder of weights contains a push
     of an earlier run.
     """
     tensors = {name: tensor * 1.25 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
-    write_old_push(fleet._weights.folder.path, tiny_llama, "0" * 32)
-    for version, told in ((1, fleet), (2, cluster.parent / "members.json")):
-        before = fleet.pids()
-        with WeightPublisher("shared") as publisher:
-            publisher.connect_fleet(told)
-            publisher.push(tensors, version)
-            for _, worker in before.values():
-                os.kill(worker, signal.SIGKILL)
-            wait_until(lambda lost=before: len(fleet.pids()) == 2 and not {*fleet.pids().values()} & {*lost.values()})
-            wait_until(lambda: [member.standing for member in fleet.members()] == ["joining"] * 2)
-            with pytest.raises(IllegalStateError, match=rf"of version {version} .* publisher.restore\(model\)"):
-                fleet.scale(2)
-            assert [member.standing for member in fleet.members()] == ["joining"] * 2
-            publisher.restore(tensors)
+    write_old_push(fleet._weights.folder.path, tiny_llama, ("0" if told == "the fleet" else "1") * 32)
+    before, version = fleet.pids(), max(health.weight_version for health in client.healths().values()) + 1
+    with WeightPublisher("shared") as publisher:
+        publisher.connect_fleet(fleet if told == "the fleet" else cluster.parent / "members.json")
+        publisher.push(tensors, version)
+        for _, worker in before.values():
+            os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: len(fleet.pids()) == 2 and not {*fleet.pids().values()} & {*before.values()})
+        wait_until(lambda: [member.standing for member in fleet.members()] == ["joining"] * 2)
+        with pytest.raises(IllegalStateError, match=rf"of version {version} .* publisher.restore\(model\)"):
             fleet.scale(2)
-        wait_until(lambda: fleet.num_serving == 2)
-        assert {health.weight_version for health in client.healths().values()} == {version}
+        assert [member.standing for member in fleet.members()] == ["joining"] * 2
+        publisher.restore(tensors)
+        fleet.scale(2)
+    wait_until(lambda: fleet.num_serving == 2)
+    assert {health.weight_version for health in client.healths().values()} == {version}
 
 
 def troubles_of(health: Health) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -96,6 +96,7 @@ def test_no_bit_differs_with_steps_queued_ahead(tiny_qwen3: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@thinned(lambda dtype, **_: dtype == "bfloat16")
 def test_no_bit_differs_with_any_instruction_set(tiny_llama: Path, native_library: Library, dtype: str) -> None:
     config = EngineConfig(model=str(tiny_llama), dtype=dtype, backend="cpu")
     for name in native_library.instruction_sets():
@@ -422,8 +423,11 @@ def test_every_changed_bit_and_another_end_are_differences(tiny_llama: Path) -> 
         assert differences(last_bit) == 2, column
 
 
+@cache
 def baseline(folder: Path) -> tuple[list[Run], list[str]]:
-    """Return the baseline's runs, and the names of the premises about sampling that hold in these runs."""
+    """Return the baseline's runs, and the names of the premises about sampling that hold in these runs. Only for tests
+    with `grammars`.
+    """
     config = EngineConfig(model=str(folder))
     lab = verify._Lab(config, load_model(config), SMALL)
     runs, _ = lab.run(Cell(), {})
@@ -480,6 +484,7 @@ def test_a_variation_without_effect_fails(
     assert missing in [premise.name for premise in failed_variations(tiny_llama, changed)]
 
 
+@pytest.mark.usefixtures("grammars")
 def test_the_baseline_fails_if_all_log_probs_are_of_one_kind(tiny_llama: Path) -> None:
     runs, _ = baseline(tiny_llama)
     by_id = {run.requests[0].id: run for run in runs}
@@ -575,6 +580,7 @@ def test_the_legend_explains_every_premise(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_run_the_cells_and_the_events_of_ranks(
     stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

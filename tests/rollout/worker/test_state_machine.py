@@ -1117,8 +1117,9 @@ def play(example: ServedEngine, script: list[Callable[[Any], None]], ends_early:
         example.teardown()
 
 
-def test_any_order_of_calls(machine: type[ServedEngine]) -> None:
-    run_state_machine_as_test(machine, settings=PROFILE)
+@pytest.mark.parametrize("examples", [100, pytest.param(150, marks=pytest.mark.exhaustive)])
+def test_any_order_of_calls(machine: type[ServedEngine], examples: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(PROFILE, max_examples=examples))
     missing = [premise for premise in IN_RANDOM_ORDER if not happened[premise]]
     assert not missing, (missing, happened)
 

@@ -39,21 +39,27 @@ inline float emulated_value(const unsigned char* p) {
     return value;
 }
 
+// A value of the result is the sum of two chains, over the even and over the odd elements of a row of A. The innermost
+// loop is over columns, so that the compiler may vectorize it.
 template <int C, int A, int B>
 void emulate_dot() {
-    for (long m = 0; m < emulated[C].rows; ++m)
+    for (long m = 0; m < emulated[C].rows; ++m) {
+        float even[16] = {}, odd[16] = {};
+        for (long k = 0; k < emulated[A].bytes / 4; ++k) {
+            const float a0 = emulated_value(emulated[A].data[m] + 4 * k);
+            const float a1 = emulated_value(emulated[A].data[m] + 4 * k + 2);
+            for (int n = 0; n < 16; ++n) {
+                even[n] = fmaf(a0, emulated_value(emulated[B].data[k] + 4 * n), even[n]);
+                odd[n] = fmaf(a1, emulated_value(emulated[B].data[k] + 4 * n + 2), odd[n]);
+            }
+        }
         for (long n = 0; n < emulated[C].bytes / 4; ++n) {
-            float sums[2] = {0.0f, 0.0f}, before;
-            for (long k = 0; k < emulated[A].bytes / 4; ++k)
-                for (int i = 0; i < 2; ++i)
-                    sums[i] = fmaf(
-                        emulated_value(emulated[A].data[m] + 4 * k + 2 * i),
-                        emulated_value(emulated[B].data[k] + 4 * n + 2 * i), sums[i]
-                    );
+            float before;
             memcpy(&before, emulated[C].data[m] + 4 * n, sizeof(before));
-            before += sums[0] + sums[1];
+            before += even[n] + odd[n];
             memcpy(emulated[C].data[m] + 4 * n, &before, sizeof(before));
         }
+    }
 }
 
 #undef _tile_loadconfig

@@ -528,6 +528,12 @@ struct Run {
     }
 };
 
+#if defined(__SANITIZE_THREAD__)
+constexpr float WILD[] = {0.0f, NAN};  // which threads touch which memory does not depend on values
+#else
+constexpr float WILD[] = {0.0f, NAN, INFINITY, 3e38f};
+#endif
+
 uint64_t digest_of(long threads, int bfloat16, float wild) {
     Digest digest;
     state = 1;
@@ -590,7 +596,7 @@ int main(int count, char** arguments) {
         check(trueroll_set_isa(name.c_str()), "not there", name);
         Digest results;
         for (int bfloat16 : {0, 1})
-            for (float wild : {0.0f, NAN, INFINITY, 3e38f}) {
+            for (float wild : WILD) {
                 const uint64_t found = digest_of(1, bfloat16, wild);
                 check(found == digest_of(2, bfloat16, wild), "other bits with two threads", name);
                 results.add(&found, sizeof(found));
