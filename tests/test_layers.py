@@ -257,7 +257,13 @@ ROLLOUT = {
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
 
-SHARED_WITH_PUSHES = {"engine.request", "kernels.lora_config", "kernels.spellings", "kernels.transfer"}
+SHARED_WITH_PUSHES = {
+    "engine.request",
+    "kernels.cpu.copies",
+    "kernels.lora_config",
+    "kernels.spellings",
+    "kernels.transfer",
+}
 RUNS_AN_ENGINE = {
     "rollout.worker.process",
     "rollout.tools.verify",

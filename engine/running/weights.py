@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import NamedTuple, cast
 
@@ -166,7 +166,7 @@ class WeightStore:
         """The dtype of the weights, such as `bfloat16`."""
         return _dtype_name(self.model.dtype)
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, str]:
         """The parameters with a dtype other than `dtype`, as a map from name to dtype."""
         own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self.model.dtype}
@@ -214,7 +214,7 @@ class WeightStore:
         """See `OptionalWeights.note`."""
         return self.optional_weights.note
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """The size of the weights, of all ranks together, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -241,9 +241,14 @@ class WeightStore:
             return None
         if (place := place_to_lend()) is None:
             return None
+        return hashlib.sha256(f"{place} {self._layout}".encode()).hexdigest()
+
+    @cached_property
+    def _layout(self) -> str:
+        """A text that is equal for processes with the same layout of weights."""
         ops = type(self.model.ops)
         kinds = [(name, type(weight).__name__) for name, weight in self.tensors.items()]
-        words = place, version("trueroll"), ops.__module__, ops.__name__, self.model.spec, kinds, self.dtype
+        words = version("trueroll"), ops.__module__, ops.__name__, self.model.spec, kinds, self.dtype
         return hashlib.sha256(repr((*words, self.memory.num_bytes)).encode()).hexdigest()
 
     def new_staging(self, in_place: bool) -> WeightStaging:

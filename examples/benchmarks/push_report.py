@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ import torch
 import xxhash
 import zstandard
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -34,7 +36,8 @@ from trueroll.engine.cache.memory import HUGE_PAGE, new_arena
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, derive_seed
-from trueroll.kernels.cpu.backend import PackedWeight
+from trueroll.kernels.cpu.backend import PackedWeight, merge_into
+from trueroll.kernels.cpu.copies import copy_bytes
 from trueroll.rollout import (
     PushResult,
     RolloutClient,
@@ -45,11 +48,9 @@ from trueroll.rollout import (
     resolve_model,
 )
 from trueroll.weight_sync.deltas.writer import DELTA_FILE
-from trueroll.weight_sync.payload.manifest import ROW_MULTIPLE
-from trueroll.weight_sync.payload.tensors import BytePass, copy_and_checksum
+from trueroll.weight_sync.payload.tensors import copy_and_checksum, copy_checked, raw_bits
 from trueroll.weight_sync.trainer.sender import BUCKET_BYTES
 from trueroll.weight_sync.transports.shared import SharedSlots
-from trueroll.weight_sync.worker.assembly import PART_BYTES
 from trueroll.weight_sync.worker.saved_folder import SavedFolder
 from trueroll.weight_sync.worker.saver import Saver
 
@@ -171,25 +172,27 @@ def passes(weights: Weights, memory: torch.Tensor) -> Iterator[tuple[str, int, i
         if tensor.dim() == 2
     }
 
-    def receive(does_check: bool, does_pack: bool) -> None:
+    def receive() -> None:
         for name, place in packed.items():
-            rows = max(1, PART_BYTES // weights[name][0].nbytes // ROW_MULTIPLE) * ROW_MULTIPLE
-            passed = BytePass(weights[name].dtype)
-            for start in range(0, len(weights[name]), rows):
-                part = weights[name][start : start + rows]
-                if does_check:
-                    passed.update(part)
-                if does_pack:
-                    place.narrow(0, start, len(part)).copy_(part)
+            assert copy_checked(place, weights[name], reject_nonfinite=True) is not None
+
+    def check() -> None:
+        for name in packed:
+            infinity = int(raw_bits(torch.full((1,), torch.inf, dtype=weights[name].dtype))[0])
+            copy_bytes(weights[name].data_ptr(), weights[name].nbytes, 0, infinity)
+
+    def pack() -> None:
+        for name, place in packed.items():
+            place.copy_(weights[name])
 
     def clear() -> None:
         new_arena(memory.nbytes, memory.device, huge_pages=True).empty(torch.uint8, memory.nbytes)[::HUGE_PAGE] = 1
 
     send()
     yield "trainer: copy to shared memory, checksum", 1, 1, median_seconds(send, clock=cpu)
-    yield "worker: checksum, search for infinities, pack", 1, 1, median_seconds(lambda: receive(True, True), clock=cpu)
-    yield "  of it checksum and search", 1, 0, median_seconds(lambda: receive(True, False), clock=cpu)
-    yield "  of it pack", 1, 1, median_seconds(lambda: receive(False, True), clock=cpu)
+    yield "worker: checksum, search for infinities, pack", 1, 1, median_seconds(receive, clock=cpu)
+    yield "  of it checksum and search", 1, 0, median_seconds(check, clock=cpu)
+    yield "  of it pack", 1, 1, median_seconds(pack, clock=cpu)
     yield "system, only for the first push: clear new memory", 0, 1, median_seconds(clear, clock=cpu)
     slots.close()
 
@@ -341,30 +344,61 @@ def report_deltas(console: Console, worker: WorkerProcess, folder: Path) -> None
     console.print(f"a worker {STEPS} versions behind catches up in {result.total_seconds * 1e3:.0f} ms")
 
 
+def merge_seconds(model: torch.nn.Module) -> float:
+    """Return the CPU seconds that one thread takes to merge all adapters of a PEFT model into packed weights."""
+    layers = []
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            weight = cast(torch.Tensor, module.get_base_layer().weight).detach()
+            a, b = (factors["default"].weight.detach() for factors in (module.lora_A, module.lora_B))
+            out = PackedWeight.new(*weight.shape, lambda *shape, dtype=weight.dtype: torch.zeros(shape, dtype=dtype))
+            layers.append((out, weight, a, b))
+
+    def merge() -> None:
+        for layer in layers:
+            assert merge_into(*layer, 1.0)
+
+    return median_seconds(merge, clock=time.process_time)
+
+
 def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weights: Weights) -> None:
-    """Compare pushes of adapters alone with pushes of all weights. The adapters cover some or all matrices. All weights
-    are pushed with and without an adapter.
+    """Compare pushes of adapters alone with pushes of all weights, in turn. The adapters cover some or all matrices.
+    All weights are pushed with and without an adapter. "prepare" is the time before the first message of the push.
     """
-    table = Table(
-        f"rank {RANK}, target modules", "MB", "of whole", "ms", "whole ms", "faster", "with adapters", "pause ms"
-    )
+    columns = "MB", "of whole", "ms", "whole ms", "faster", "with adapters", "pause ms", "CPU ms: trainer", "worker"
+    table = Table(f"rank {RANK}, target modules", *columns)
+    phases = Table(f"rank {RANK}, target modules", "prepare ms", "begin", "stage", "verify", "commit", "merge, CPU ms")
     for modules in ADAPTED:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model = get_peft_model(model, LoraConfig(r=RANK, target_modules=modules, task_type="CAUSAL_LM"))
+        alone, whole, both = list[PushResult](), list[PushResult](), list[PushResult]()
+        cpu = list[tuple[float, float]]()
         with WeightPublisher("shared") as publisher:
             publisher.connect([worker.address])
-            publisher.push(weights, next(VERSIONS))
-            publisher.push(model, next(VERSIONS), adapters=True)  # the first push compares checksums of all weights
-            alone = [publisher.push(model, next(VERSIONS), adapters=True) for _ in range(REPEATS)]
-            whole = [publisher.push(weights, next(VERSIONS)) for _ in range(REPEATS)]
-            both = [publisher.push(model, next(VERSIONS)) for _ in range(REPEATS)]
-        quick, slow, slowest = (statistics.median(each.total_seconds for each in some) for some in (alone, whole, both))
-        pause = statistics.median(result.pause_seconds for result in alone)
-        size = alone[0].num_bytes
+            publisher.push(model, next(VERSIONS))  # warm-up
+            for _ in range(REPEATS):
+                whole.append(publisher.push(weights, next(VERSIONS)))
+                publisher.push(model, next(VERSIONS), adapters=True)  # compares checksums of all weights
+                before = time.process_time(), cpu_seconds(worker.pid)
+                alone.append(publisher.push(model, next(VERSIONS), adapters=True))
+                cpu.append((time.process_time() - before[0], cpu_seconds(worker.pid) - before[1]))
+                both.append(publisher.push(model, next(VERSIONS)))
+        faster, fastest = (
+            statistics.median(a.total_seconds / b.total_seconds for a, b in zip(some, alone, strict=True))
+            for some in (whole, both)
+        )
+        quick, slow = (statistics.median(each.total_seconds for each in some) for some in (alone, whole))
+        pause, size = statistics.median(result.pause_seconds for result in alone), alone[0].num_bytes
         cells = f"{size / 1e6:.2f}", f"1/{whole[0].num_bytes / size:.0f}", f"{quick * 1e3:.1f}", f"{slow * 1e3:.1f}"
         name = modules if isinstance(modules, str) else ", ".join(modules)
-        table.add_row(name, *cells, f"{slow / quick:.1f} times", f"{slowest / quick:.1f} times", f"{pause * 1e3:.1f}")
+        means = (f"{statistics.mean(each) * 1e3:.0f}" for each in zip(*cpu, strict=True))
+        table.add_row(name, *cells, f"{faster:.1f} times", f"{fastest:.1f} times", f"{pause * 1e3:.1f}", *means)
+        seconds = {part: [result.seconds[part] for result in alone] for part in alone[0].seconds}
+        prepared = [result.total_seconds - sum(result.seconds.values()) for result in alone]
+        told = [statistics.median(each) for each in (prepared, *seconds.values())]
+        phases.add_row(name, *(f"{each * 1e3:.1f}" for each in (*told, merge_seconds(model))))
     console.print(table)
+    console.print(phases)
 
 
 def resident(worker: WorkerProcess) -> int:

@@ -1,9 +1,9 @@
 """Native kernels for the CPU: C++ code in `native/`, which is built when the package is installed and called through a
 C interface.
 
-`library` owns the loaded shared library; `backend` owns the ops and the layout of matrices and layers. The whole
-process uses one instruction set: the best that the machine has, or the one that the environment variable
-TRUEROLL_CPU_ISA names.
+`library` owns the loaded shared library; `backend` owns the ops and the layout of matrices and layers; `copies` has the
+copies of bytes that pushes need. The whole process uses one instruction set: the best that the machine has, or the one
+that the environment variable TRUEROLL_CPU_ISA names.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ from ..specs import (
     RouterSpec,
     Score,
 )
+from .copies import pack_rows
 from .library import load_library
 
 PANEL_ROWS = 16
@@ -112,6 +113,13 @@ class PackedWeight:
         rows = source.to("cpu", self.dtype).contiguous()
         load_library().pack(*self._arguments(rows.data_ptr(), self.pointer))
 
+    def copy_checked(self, rows: Tensor, infinity: int) -> tuple[int, bool]:
+        """Pack a contiguous tensor in host memory, of this weight's shape and dtype and of at least
+        `copies.LEAST_BYTES` bytes. For `infinity` and the result see `copies.copy_bytes`.
+        """
+        assert rows.shape == self.shape and rows.dtype == self.dtype
+        return pack_rows(self.dtype == torch.bfloat16, rows.data_ptr(), *self.shape, self.pointer, infinity)
+
     def put_(self, index: Tensor, source: Tensor) -> None:
         """Overwrite the elements at these flat indices (int64) of the matrix [rows, columns]. Raise IndexError if an
         index is out of range.
@@ -131,6 +139,8 @@ class PackedWeight:
         first row begins a panel, and the last row ends a panel or is the last row of the weight.
         """
         end = start + length
+        if dim == 0 and start == 0 and length == self.shape[0]:
+            return self
         if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
             raise ValueError(
                 f"a slice of weight rows must begin and end at multiples of {PANEL_ROWS}, in dim 0 (got [{start}, "

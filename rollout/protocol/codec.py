@@ -67,6 +67,7 @@ MAX_FIELDS = 32
 """Maximum number of fields in one map of a client's message."""
 _ID_WITHIN_BYTES = 1024
 _NIL = b"\xc0"
+_CONTAINERS = (tuple, dict)
 
 _FROM_CLIENT: TypeAdapter[FromClient] = TypeAdapter(Annotated[FromClient, Field(discriminator="type")])
 _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="type")])
@@ -175,7 +176,7 @@ def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
 def _check_depth(fields: dict[str, Any]) -> None:
     level: list[Any] = [fields]
     for _ in range(MAX_DEPTH):
-        level = [value for values in level for value in _values(values) if isinstance(value, tuple | dict)]
+        level = [value for values in level for value in _values(values) if isinstance(value, _CONTAINERS)]
         if not level:
             return
     text = f"message: maps and arrays are nested more than {MAX_DEPTH} deep"

@@ -207,7 +207,8 @@ class WorkerClients:
 
     async def _ask(self, position: int, call: protocol.Call, timeout: float) -> protocol.FromWorker:
         try:
-            return await asyncio.wait_for(self._clients[position].ask(call), timeout)
+            async with asyncio.timeout(timeout):
+                return await self._clients[position].ask(call)
         except TimeoutError:
             raise DeadlineError(f"{call.type}: no answer within {timeout} s") from None
         except TruerollError:

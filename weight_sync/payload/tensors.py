@@ -10,6 +10,7 @@ import xxhash
 
 from trueroll.errors import ConfigError
 
+from ...kernels.cpu.copies import LEAST_BYTES, can_copy, copy_bytes
 from .manifest import Parameters, checksum, own_dtypes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -65,25 +66,53 @@ def copy_and_checksum(place: torch.Tensor, source: torch.Tensor, dtype: torch.dt
     """Copy a tensor to `place`, converted to `dtype`. Return the `checksum` of the copied bytes.
 
     `place`: uint8, in host memory. The copy and the checksum take one pass over the memory if the tensor is contiguous
-    and in host memory.
+    and in host memory. Without a conversion, the native library makes this pass in one call.
     """
+    if source.dtype == dtype and is_plain(source):
+        assert place.nbytes == source.nbytes
+        return copy_bytes(source.data_ptr(), place.nbytes, place.data_ptr(), 0)[0]
     written = place.numpy()
     if source.device.type != "cpu" or not source.is_contiguous():
         place.view(dtype).view(source.shape).copy_(source)
         return checksum(written)
-    hashed, is_plain = xxhash.xxh3_64(), source.dtype == dtype
+    hashed, is_converted = xxhash.xxh3_64(), source.dtype != dtype
     given, length = source.view(-1).view(torch.uint8).numpy(), _CACHED_BYTES // dtype.itemsize
     for start in range(0, len(written), _CACHED_BYTES):
         part = written[start : start + _CACHED_BYTES]
-        if is_plain:
+        if is_converted:
+            first = start // dtype.itemsize
+            torch.from_numpy(part).view(dtype).copy_(source.view(-1)[first : first + length])
+        else:
             # A plain copy does not use torch's threads, which would take cores that the worker's side needs at the
             # same time.
             np.copyto(part, given[start : start + _CACHED_BYTES])
-        else:
-            first = start // dtype.itemsize
-            torch.from_numpy(part).view(dtype).copy_(source.view(-1)[first : first + length])
         hashed.update(part.data)
     return hashed.intdigest()
+
+
+def copy_checked(place: object, source: torch.Tensor, reject_nonfinite: bool) -> tuple[int, bool] | None:
+    """Copy a tensor to `place`, rows of a weight in any storage layout, in one pass over the memory. Return the
+    `checksum` of the tensor's bytes, and whether all numbers are finite; True if `reject_nonfinite` is False.
+
+    `source`: a tensor for which `is_plain` holds. Return None, without a copy, if the native library cannot write to
+    `place`.
+    """
+    infinity = _INFINITY[source.dtype] if reject_nonfinite else 0
+    if isinstance(place, torch.Tensor):
+        if place.dtype != source.dtype or place.shape != source.shape or not is_plain(place):
+            return None
+        return copy_bytes(source.data_ptr(), source.nbytes, place.data_ptr(), infinity)
+    if (copy := getattr(place, "copy_checked", None)) is None or getattr(place, "dtype", None) != source.dtype:
+        return None
+    return copy(source, infinity)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the native library can read or write the tensor's memory directly. The memory of a subclass may be
+    that of other tensors.
+    """
+    is_dense = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
+    return is_dense and tensor.nbytes >= LEAST_BYTES and can_copy()
 
 
 class BytePass:

@@ -7,10 +7,10 @@ counter in torch, or the tensor's address, has changed. Keeps no tensor alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
+from weakref import ref
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueroll.errors import PushError
 
@@ -19,22 +19,36 @@ from ..payload.tensors import dtype_named, tensor_checksum
 from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 
 
+class _Known(NamedTuple):
+    """The checksum of a tensor in a given state."""
+
+    tensor: ref[torch.Tensor]
+    state: tuple[object, ...]
+    checksum: int
+
+
 class Checksums:
     """Checksums of tensors, computed after conversion to a given dtype. A checksum is cached for as long as its tensor
     lives and does not change.
     """
 
     def __init__(self) -> None:
-        self._known: Any = WeakTensorKeyDictionary()
+        self._known: dict[int, _Known] = {}
 
-    def of(self, tensor: torch.Tensor, whole: torch.Tensor, dtype: str) -> int:
-        """Return the checksum of a tensor after conversion to `dtype`. `whole`: the gathered tensor, or `tensor` itself
-        if it is not sharded.
+    def of(self, tensor: torch.Tensor, whole: Callable[[], torch.Tensor], dtype: str) -> int:
+        """Return the checksum of a tensor after conversion to `dtype`. `whole`: returns the gathered tensor, or
+        `tensor` itself if it is not sharded. `whole` is not called if the checksum is cached.
         """
-        state = *memory_of(tensor), tensor._version, dtype
-        if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
-            self._known[tensor] = state, tensor_checksum(whole, dtype_named(dtype))
-        return self._known[tensor][1]
+        state, known = (*memory_of(tensor), tensor._version, dtype), self._known.get(id(tensor))
+        if known is None or known.state != state or known.tensor() is not tensor or is_sharded(tensor):
+            own = id(tensor)
+            kept = ref(tensor, lambda gone: self._forget(own, gone))
+            known = self._known[own] = _Known(kept, state, tensor_checksum(whole(), dtype_named(dtype)))
+        return known.checksum
+
+    def _forget(self, own: int, gone: ref[torch.Tensor]) -> None:
+        if (known := self._known.get(own)) is not None and known.tensor is gone:
+            del self._known[own]
 
 
 class AdaptedTensors(Protocol):
@@ -91,7 +105,7 @@ class TrainerAdapters:
         found: dict[str, int] = {}
         own = own_dtypes(wanted)
         for trained, tensor in self._base.items():
-            whole, name = next(tensors)[1], rename(trained)
+            whole, name = tensors.later(), rename(trained)
             if name is None:
                 continue
             if name not in wanted.shapes and name not in wanted.tied and name not in wanted.ignored:

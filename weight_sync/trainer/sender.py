@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -88,7 +88,7 @@ transfers would overlap.
 """
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Cut:
     """A piece: units [start, start + length) of a packed object, stored in bucket `bucket` from byte `offset` on."""
 
@@ -168,14 +168,23 @@ class _Filling:
 class Outbox:
     """Sends tensors through `slots`, in buckets that `transaction` announces. Each tensor is sent in the dtype
     `dtype_of(name)`.
+
+    `begun`: completes when the workers have opened the source of the slots. The first bucket may be filled before that,
+    but is only sent after that.
     """
 
     def __init__(
-        self, slots: Slots, transaction: Transaction, dtype_of: Callable[[str], torch.dtype], bucket_bytes: int
+        self,
+        slots: Slots,
+        transaction: Transaction,
+        begun: Future[Any],
+        dtype_of: Callable[[str], torch.dtype],
+        bucket_bytes: int,
     ) -> None:
         self.num_bytes = 0
         self._slots = slots
         self._transaction = transaction
+        self._begun = begun
         self._dtype_of = dtype_of
         self._packer = Packer(bucket_bytes)
         self._filling = _Filling()
@@ -186,10 +195,21 @@ class Outbox:
         shape, dtype = tuple(tensor.shape), self._dtype_of(name)
         rows, row_bytes, multiple = row_layout(shape, dtype.itemsize)
         for cut in self._packer.place(rows, row_bytes, multiple):
-            place = self._place(cut, cut.length * row_bytes)
-            found = self._fill(place, tensor[cut.start : cut.start + cut.length], dtype)
-            extent: Any = dict(start=cut.start, length=cut.length, offset=cut.offset, num_bytes=len(place))
-            self._filling.pieces.append(Rows(name=name, shape=shape, checksum=found, **extent))
+            num_bytes = cut.length * row_bytes
+            place = self._place(cut, num_bytes)
+            part = tensor if cut.length == rows else tensor[cut.start : cut.start + cut.length]
+            found = self._fill(place, part, dtype)
+            self._filling.pieces.append(
+                Rows(
+                    name=name,
+                    shape=shape,
+                    start=cut.start,
+                    length=cut.length,
+                    offset=cut.offset,
+                    num_bytes=num_bytes,
+                    checksum=found,
+                )
+            )
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Send the changed elements of a tensor. The list of changed elements may be empty."""
@@ -206,6 +226,7 @@ class Outbox:
 
     def finish(self) -> None:
         """Send the last bucket, and wait until all buckets have arrived."""
+        self._begun.result()
         if self._filling.pieces:
             self._send()
         for later in range(1, len(self._staged) + 1):  # the oldest bucket first, since its error came first
@@ -217,7 +238,7 @@ class Outbox:
             self._filling = _Filling(cut.bucket)
             self._free(self._slot)
         self._filling.end = cut.offset + num_bytes
-        return self._slots.slots[self._slot][cut.offset : self._filling.end]
+        return self._slots.slots[self._slot].narrow(0, cut.offset, num_bytes)
 
     @property
     def _slot(self) -> int:
@@ -231,6 +252,7 @@ class Outbox:
         return None
 
     def _send(self) -> None:
+        self._begun.result()
         slot, filling = self._slot, self._filling
         content = self._slots.slots[slot][: filling.end]
         total = word_sum(content) if self._slots.has_word_sums else None  # synchronizes, so that the slot is filled
@@ -263,6 +285,23 @@ class _Sent:
     whole_folder: Path | None = None
 
 
+class _Names:
+    """Translates trainers' names to workers' names, and keeps the translations for as long as workers name their
+    parameters in the same way.
+    """
+
+    def __init__(self) -> None:
+        self._rules: tuple[object, ...] | None = None
+        self._own: Callable[[str], str | None] = str
+
+    def rename(self, wanted: Weights) -> Callable[[str], str | None]:
+        """Return a function that returns the workers' name for a trainer's name, or None for a tensor to leave out."""
+        rules = wanted.renamed, wanted.respelled, wanted.left_out
+        if rules != self._rules:
+            self._rules, self._own = rules, cache(partial(own_name, names=wanted))
+        return self._own
+
+
 class WeightSender:
     """Sends weights by `transport`. `folder`: for `disk` and `delta` only. See `WeightPublisher` for the other
     parameters.
@@ -286,6 +325,7 @@ class WeightSender:
         self._chain = FolderChain(folder, full_every) if transport == "delta" and folder is not None else None
         self._buffers: list[torch.Tensor] = []
         self._sent = _Sent()
+        self._names = _Names()
 
     def send(
         self,
@@ -317,7 +357,7 @@ class WeightSender:
             adapter=adapter,
         )
         common = _common(workers, replies)
-        rename = partial(own_name, names=common)
+        rename = self._names.rename(common)
         if adapters is None:
             load = _Load(common, None, tensors.mapping, tensors, rename)
         else:
@@ -412,10 +452,14 @@ class WeightSender:
         with closing(self._open_slots(largest, transaction, gpu)) as slots:
             with transaction.phase("begin"):
                 slots.open()
-                transaction.begin(wanted.dtype, slots.source, base, load.adapters).result()
-                slots.opened()
+                begun = transaction.begin(wanted.dtype, slots.source, base, load.adapters)
+                if self._transport == "shared":
+                    begun.add_done_callback(lambda _: slots.opened())
+                else:  # the workers wait for the trainer, and must not wait for its tensors
+                    begun.result()
+                    slots.opened()
             with transaction.phase("stage"):
-                outbox = Outbox(slots, transaction, dtypes_of(wanted), bucket_bytes)
+                outbox = Outbox(slots, transaction, begun, dtypes_of(wanted), bucket_bytes)
                 load.put_all(outbox.put_rows if load.adapters else self._putter(outbox, wanted, base))
                 outbox.finish()
             transaction.verify()

@@ -60,9 +60,22 @@ class TrainerTensors:
         item = self._next()
         if not isinstance(item, tuple) or len(item) != 2:
             raise PushError(f"push: the iterable gave a {type(item).__name__}; give pairs of a name and a tensor")
-        name, tensor = item
+        return self._take(*item)
+
+    def _take(self, name: str, tensor: Any) -> tuple[str, torch.Tensor]:
         check_is_tensor(name, tensor)
         return name, self._whole(tensor.detach()).resolve_neg()
+
+    def later(self) -> Callable[[], torch.Tensor]:
+        """Consume the next tensor of a mapping. Return a function that checks and returns the whole tensor.
+
+        A sharded tensor is gathered at once, because every rank takes part in the gather.
+        """
+        name, tensor = self._next()
+        if is_sharded(tensor):
+            whole = self._take(name, tensor)[1]
+            return lambda: whole
+        return lambda: self._take(name, tensor)[1]
 
     def _next(self) -> Any:
         if self._ahead:

@@ -6,6 +6,7 @@ is closed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -32,15 +33,57 @@ def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingAre
             raise PushError(str(error)) from None
 
 
-def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard) -> None:
-    """Merge every weight with its adapter. Raise PushError if a result is not finite and `reject_nonfinite` is set."""
-    for name in staging.to_merge():
-        with guarded():
-            if not staging.merge(name) and reject_nonfinite:
+class Merging:
+    """Merges the weights of a push with their adapters, each weight as soon as all of its tensors have arrived.
+
+    `adapters`: the adapters that the staging expects. `has_arrived`: returns whether a tensor has arrived completely.
+    """
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        staging: StagingArea,
+        has_arrived: Callable[[str], bool],
+        reject_nonfinite: bool,
+        guarded: Guard,
+    ) -> None:
+        self._staging, self._has_arrived = staging, has_arrived
+        self._reject_nonfinite, self._guarded = reject_nonfinite, guarded
+        names = [name for name, *_ in adapters.weights]
+        self._waiting = deque((name, *factor_names(name), *([] if adapters.is_alone else [name])) for name in names)
+        self._merged: set[str] = set()
+        self._error: PushError | None = None
+
+    def merge_arrived(self) -> None:
+        """Merge weights, in the order of the adapters, up to the first weight with a tensor that has not arrived. If a
+        merge fails, `check` raises the error: no call waits for a reply that could have it.
+        """
+        try:
+            while self._waiting and all(map(self._has_arrived, self._waiting[0][1:])):
+                self._merge(self._waiting.popleft()[0])
+        except PushError as error:
+            self._waiting.clear()
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error with which `merge_arrived` ended."""
+        if self._error is not None:
+            raise self._error
+
+    def merge_rest(self) -> None:
+        """Merge all other weights. Raise PushError if a result is not finite and `reject_nonfinite` is set."""
+        for name in self._staging.to_merge():
+            if name not in self._merged:
+                self._merge(name)
+
+    def _merge(self, name: str) -> None:
+        with self._guarded():
+            if not self._staging.merge(name) and self._reject_nonfinite:
                 raise PushError(
                     f"tensor {name}: the sum with its adapter has infinities or NaN (set reject_nonfinite=False to "
                     "accept them); nothing of this push is served"
                 )
+        self._merged.add(name)
 
 
 def served_checksums(weights: Destination) -> dict[str, int]:

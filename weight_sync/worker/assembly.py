@@ -30,7 +30,7 @@ from ..payload.manifest import (
     list_names,
     spellings_of,
 )
-from ..payload.tensors import INDEX_DTYPE, BytePass, dtypes_of, word_sum
+from ..payload.tensors import INDEX_DTYPE, BytePass, copy_checked, dtypes_of, is_plain, word_sum
 
 FINITE = "finite values (or reject_nonfinite=False)", "infinities or NaN"
 """Words for an error: the expected values, and the values found instead."""
@@ -218,15 +218,20 @@ class Assembly:
         for piece in bucket.pieces:
             self._check_extent(piece)
             expected = self._num_bytes(piece)
-            _expect(piece.num_bytes == expected, piece, f"{expected} bytes", piece.num_bytes)
-            _expect(piece.offset % ALIGNMENT == 0, piece, f"a multiple of {ALIGNMENT} as offset", piece.offset)
-            end = piece.offset + piece.num_bytes
-            _expect(end <= bucket.num_bytes, piece, f"its end within the bucket's {bucket.num_bytes} bytes", end)
+            if piece.num_bytes != expected:
+                raise _wrong(piece, f"{expected} bytes", piece.num_bytes)
+            if piece.offset % ALIGNMENT:
+                raise _wrong(piece, f"a multiple of {ALIGNMENT} as offset", piece.offset)
+            if (end := piece.offset + piece.num_bytes) > bucket.num_bytes:
+                raise _wrong(piece, f"its end within the bucket's {bucket.num_bytes} bytes", end)
             if bucket.word_sum is None:
-                _expect(piece.checksum is not None, piece, "a checksum of the piece or of its bucket", "none")
-            else:
-                _expect(isinstance(piece, Rows), piece, "rows in a bucket with a word sum", piece.kind)
-                _expect(piece.checksum is None, piece, "only the word sum of its bucket", "a checksum of its own too")
+                if piece.checksum is None:
+                    raise _wrong(piece, "a checksum of the piece or of its bucket", "none")
+                continue
+            if not isinstance(piece, Rows):
+                raise _wrong(piece, "rows in a bucket with a word sum", piece.kind)
+            if piece.checksum is not None:
+                raise _wrong(piece, "only the word sum of its bucket", "a checksum of its own too")
         end = max((piece.offset + piece.num_bytes for piece in bucket.pieces), default=0)
         if bucket.num_bytes != end:
             raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end} bytes")
@@ -254,7 +259,8 @@ class Assembly:
             values = [self._values(piece, content_of(piece, data)) for piece in bucket.pieces]
             finite = torch.stack([each.isfinite().all() for each in values]).tolist()
             for piece, is_finite in zip(bucket.pieces, finite, strict=True):
-                _expect(is_finite, piece, *FINITE)
+                if not is_finite:
+                    raise _wrong(piece, *FINITE)
 
     def take(self, piece: Piece, data: torch.Tensor, guarded: Guarded) -> None:
         """Check a piece and write it into the staging. `check` must have passed.
@@ -269,6 +275,10 @@ class Assembly:
         else:
             self._take_elements(piece, data, guarded)
 
+    def has_arrived(self, name: str) -> bool:
+        """Return whether all rows or changed elements of a tensor have arrived."""
+        return name in self._tallies and self._tallies[name].is_whole
+
     def finish(self) -> None:
         """Raise PushError unless every parameter has arrived completely."""
         check_complete(self._tallies, self._weights)
@@ -280,22 +290,21 @@ class Assembly:
         shape = self._spellings.shape(piece.name)
         if shape is None:
             raise PushError(describe_unknown(piece.name, self._weights))
-        _expect(piece.shape == shape, piece, f"shape {list(shape)}", list(piece.shape))
+        if piece.shape != shape:
+            raise _wrong(piece, f"shape {list(shape)}", list(piece.shape))
         if isinstance(piece, Rows):
             end = piece.start + piece.length
-            _expect(
-                end <= shape[0] and piece.length > 0,
-                piece,
-                f"a range of its {shape[0]} rows",
-                f"[{piece.start}, {end})",
-            )
-            if len(shape) == 2:
-                _expect(piece.start % ROW_MULTIPLE == 0, piece, f"a multiple of {ROW_MULTIPLE} as start", piece.start)
-        else:
-            _expect(self._is_sparse, piece, "rows, since this push has no base", "elements")
-            most = min(piece.total, math.prod(shape))
-            _expect(piece.count <= most, piece, f"at most {most} elements", piece.count)
-            _expect(piece.count > 0 or piece.total == 0, piece, "at least one element", 0)
+            if end > shape[0] or piece.length <= 0:
+                raise _wrong(piece, f"a range of its {shape[0]} rows", f"[{piece.start}, {end})")
+            if len(shape) == 2 and piece.start % ROW_MULTIPLE:
+                raise _wrong(piece, f"a multiple of {ROW_MULTIPLE} as start", piece.start)
+            return
+        if not self._is_sparse:
+            raise _wrong(piece, "rows, since this push has no base", "elements")
+        if piece.count > (most := min(piece.total, math.prod(shape))):
+            raise _wrong(piece, f"at most {most} elements", piece.count)
+        if piece.count == 0 and piece.total > 0:
+            raise _wrong(piece, "at least one element", 0)
 
     def _num_bytes(self, piece: Piece) -> int:
         itemsize = self._dtype_of(piece.name).itemsize
@@ -308,37 +317,52 @@ class Assembly:
         tally = self._tallies.get(piece.name)
         if tally is None:
             return self._tallies.setdefault(piece.name, _Tally(piece.kind, expected))
-        _expect(not tally.is_whole, piece, "the tensor once", "it twice")
-        _expect(tally.kind == piece.kind, piece, f"more {tally.kind}", piece.kind)
-        _expect(tally.expected == expected, piece, f"a total of {tally.expected}", expected)
+        if tally.is_whole:
+            raise _wrong(piece, "the tensor once", "it twice")
+        if tally.kind != piece.kind:
+            raise _wrong(piece, f"more {tally.kind}", piece.kind)
+        if tally.expected != expected:
+            raise _wrong(piece, f"a total of {tally.expected}", expected)
         return tally
 
     def _values(self, piece: Piece, data: torch.Tensor) -> torch.Tensor:
         return data[_values_start(piece) :].view(self._dtype_of(piece.name))
 
     def _take_rows(self, piece: Rows, data: torch.Tensor, guarded: Guarded) -> None:
-        tally, passed = self._tally(piece), self._new_pass(piece)
-        _expect(piece.start == tally.arrived, piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
-        values = self._values(piece, data).view(piece.length, *piece.shape[1:])
-        is_whole = self._in_place or piece.checksum is None
-        step, place = piece.length if is_whole else _rows_at_once(piece), None
+        tally = self._tally(piece)
+        if piece.start != tally.arrived:
+            raise _wrong(piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
+        values, expected = self._values(piece, data).view(piece.length, *piece.shape[1:]), piece.checksum
+        place, found = None, None
+        if expected is not None and not self._in_place and is_plain(values):
+            with guarded():
+                place = self._staging.rows(piece.name, piece.start, piece.length)
+                found = copy_checked(place, values, self._reject_nonfinite)
+        if expected is None or found is None:
+            self._take_in_parts(piece, values, place, guarded)
+        else:
+            _expect_right(piece, expected, *found)
+        tally.arrived += piece.length
+
+    def _take_in_parts(self, piece: Rows, values: torch.Tensor, place: Writable | None, guarded: Guarded) -> None:
+        passed, is_whole = self._new_pass(piece), self._in_place or piece.checksum is None
+        step = piece.length if is_whole else _rows_at_once(piece)
         for start in range(0, piece.length, step):
             part = values.narrow(0, start, min(step, piece.length - start))
             if piece.checksum is not None:
                 passed.update(part)
                 if start + step >= piece.length:
-                    _expect_right(piece, piece.checksum, passed)
+                    _expect_right(piece, piece.checksum, passed.checksum, passed.are_finite)
             with guarded():
                 if place is None:
                     place = self._staging.rows(piece.name, piece.start, piece.length)
                 (place if len(part) == piece.length else place.narrow(0, start, len(part))).copy_(part)
-        tally.arrived += piece.length
 
     def _take_elements(self, piece: Elements, data: torch.Tensor, guarded: Guarded) -> None:
         tally, passed, split = self._tally(piece), self._new_pass(piece), _values_start(piece)
         passed.update_plain(data[:split])
         passed.update(data[split:])
-        _expect_right(piece, piece.checksum, passed)
+        _expect_right(piece, piece.checksum, passed.checksum, passed.are_finite)
         self._inspect_elements(piece, tally, data)
         indices = _indices(piece, data)
         with guarded():
@@ -351,13 +375,15 @@ class Assembly:
 
     def _inspect_elements(self, piece: Elements, tally: _Tally, data: torch.Tensor) -> None:
         arrived = tally.arrived + piece.count
-        _expect(arrived <= piece.total, piece, f"{piece.total} elements", arrived)
+        if arrived > piece.total:
+            raise _wrong(piece, f"{piece.total} elements", arrived)
         if piece.count:
             indices, size = _indices(piece, data).numpy(), math.prod(piece.shape)
             first, last = int(indices[0]), int(indices[-1])
             is_right = first > tally.last_index and last < size and bool((indices[1:] > indices[:-1]).all())
-            expected = f"strictly ascending indices in [{tally.last_index + 1}, {size})"
-            _expect(is_right, piece, expected, f"{first} to {last}, or some out of order")
+            if not is_right:
+                expected = f"strictly ascending indices in [{tally.last_index + 1}, {size})"
+                raise _wrong(piece, expected, f"{first} to {last}, or some out of order")
 
 
 def content_of(piece: Piece, data: torch.Tensor) -> torch.Tensor:
@@ -371,10 +397,11 @@ def _rows_at_once(piece: Rows) -> int:
     return max(ROW_MULTIPLE, most - most % ROW_MULTIPLE) if len(piece.shape) == 2 else most
 
 
-def _expect_right(piece: Piece, expected: int, found: BytePass) -> None:
-    is_right = found.checksum == expected
-    _expect(is_right, piece, f"checksum {expected:016x}", f"{found.checksum:016x}: the bytes are corrupt")
-    _expect(found.are_finite, piece, *FINITE)
+def _expect_right(piece: Piece, expected: int, found: int, are_finite: bool) -> None:
+    if found != expected:
+        raise _wrong(piece, f"checksum {expected:016x}", f"{found:016x}: the bytes are corrupt")
+    if not are_finite:
+        raise _wrong(piece, *FINITE)
 
 
 def _values_start(piece: Piece) -> int:
@@ -385,6 +412,5 @@ def _indices(piece: Elements, data: torch.Tensor) -> torch.Tensor:
     return data[: piece.count * INDEX_DTYPE.itemsize].view(INDEX_DTYPE)
 
 
-def _expect(holds: bool, piece: Piece, expected: str, found: object) -> None:
-    if not holds:
-        raise PushError(f"tensor {piece.name}: expected {expected}, found {found}; nothing of this push is served")
+def _wrong(piece: Piece, expected: str, found: object) -> PushError:
+    return PushError(f"tensor {piece.name}: expected {expected}, found {found}; nothing of this push is served")

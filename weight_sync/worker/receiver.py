@@ -66,7 +66,7 @@ from ..transports.peft_folder import PeftFolder
 from ..transports.policy import PushPolicy
 from ..transports.relay_reader import RelayReader
 from ..transports.shared import SharedReader
-from .adapters import begin_adapters, merge_adapters
+from .adapters import Merging, begin_adapters
 from .assembly import AdapterDestination, Assembly, Destination, LendableStagingArea, StagingArea, content_of
 from .events import Broken, Opened, Progress, PushEvent, Reached
 
@@ -333,12 +333,15 @@ class Receiver(threading.Thread):
             self._answer(begin.id, "begun")
             most = source.num_slots if isinstance(source, RelaySource) else MOST_UNDER_WAY
             intake = Intake(reader, assembly, self._calls, writing, most, lambda size: self._advance("staged", size))
-            verify = self._take_buckets(intake)
+            merging: Merging | None = None
+            if adapters is not None:
+                merging = Merging(adapters, staging, assembly.has_arrived, begin.reject_nonfinite, writing.guarded)
+            verify = self._take_buckets(intake, merging)
             if verify is None:
                 return
             intake.finish(verify.num_buckets)
-            if adapters is not None:
-                merge_adapters(staging, begin.reject_nonfinite, self._writing.guarded)
+            if merging is not None:
+                merging.merge_rest()
             self._advance("verified", 0)
             reader.close()  # must happen before the trainer frees the source
             self._answer(verify.id, "verified", None if lendable is None else self._lend(lendable))
@@ -380,13 +383,20 @@ class Receiver(threading.Thread):
             copy = self._weights.served(name).to("cpu", dtypes_of(self._weights)(name), copy=True)
         return np.asarray(raw_bytes(copy.contiguous()))
 
-    def _take_buckets(self, intake: Intake) -> VerifyPush | None:
-        """Stage buckets until verify_push comes. Return the verify_push call, or None if the push is closed first."""
+    def _take_buckets(self, intake: Intake, merging: Merging | None) -> VerifyPush | None:
+        """Stage buckets until verify_push comes. Return the verify_push call, or None if the push is closed first.
+
+        Adapters are merged after the reply to their last bucket, while the trainer fills the next bucket.
+        """
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
+            if merging is not None:
+                merging.check()
             if isinstance(call, VerifyPush):
                 return call
             for id in intake.stage(call):
                 self._answer(id, "staged")
+            if merging is not None:
+                merging.merge_arrived()
         return None
 
     def _repeat(self, verify: VerifyPush) -> None:

@@ -151,6 +151,13 @@ int trueroll_meet(RankExchange* ranks);
 
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);
 
+// Returns the 64-bit XXH3 hash of more than 240 bytes. Sets `finite` to whether all values are finite. `infinity`: as in
+// `PieceArgs`. `target`: where the bytes are copied to; null for no copy.
+long trueroll_take_bytes(const void* data, long bytes, int infinity, void* target, bool* finite);
+
+// As `take_bytes`, for a matrix [n, k], which is packed to `packed`.
+long trueroll_take_rows(int bfloat16, const void* rows, long n, long k, int infinity, void* packed, bool* finite);
+
 void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n, long k);
 
 void trueroll_merge(

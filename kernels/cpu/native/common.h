@@ -396,6 +396,20 @@ struct Statistics {
     float* top_log_probs;
 };
 
+// Bytes of a push. They are hashed `step` bytes at a time. While these bytes are in a core's cache, they are searched
+// for infinities and NaN, and `write` writes them to `target`. `write` gets the first byte of the piece, and the offsets
+// of the bytes to write. `infinity`: the exponent bits of infinities, for values of 2 bytes if it is below 2^16, else
+// for values of 4 bytes; 0 for no search.
+struct PieceArgs {
+    const uint8_t* data;
+    long bytes, step, infinity;
+    const void* target;
+    void (*write)(const void* target, const uint8_t* data, long start, long end);
+};
+typedef uint64_t Words __attribute__((vector_size(64)));
+constexpr long HASH_STRIPE = 64, HASH_BLOCK = 1024, HASH_LEAST = 241;
+extern const uint8_t HASH_SECRET[192];
+
 struct InstructionSet {
     const char* name;
     Ops<bf16> bfloat16;
@@ -406,6 +420,8 @@ struct InstructionSet {
     void (*statistics)(const float* logits, long n, int64_t token, long k, const Statistics& out);
     // Folds the results of `sections` sections per row, and `offered` candidates for the top tokens.
     void (*fold_sections)(const HeadSections&, long count, long sections, long offered, const HeadResults& out);
+    // Returns the hash of a piece of more than 240 bytes. Sets `finite` to false if an infinity or a NaN is found.
+    uint64_t (*take_piece)(const PieceArgs&, bool* finite);
 
     const Ops<bf16>& ops(bf16) const { return bfloat16; }
     const Ops<float>& ops(float) const { return float32; }

@@ -20,6 +20,7 @@
 #include "experts.h"
 #include "layers.h"
 #include "merge.h"
+#include "checksum.h"
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {

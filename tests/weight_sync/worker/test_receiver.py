@@ -261,6 +261,7 @@ def test_a_long_piece_is_checked_and_written_in_parts(feed: Feed, monkeypatch: p
 
     monkeypatch.setattr(assembly_module, "BytePass", NotedPass)
     monkeypatch.setattr(assembly_module, "PART_BYTES", 20)
+    monkeypatch.setattr(assembly_module, "is_plain", lambda _: False)  # as without the native library
     sent = random_tensors()
     for name in SHAPES:
         assert feed.stage(feed.rows(name, sent[name])) == STAGED
@@ -272,9 +273,14 @@ def test_a_long_piece_is_checked_and_written_in_parts(feed: Feed, monkeypatch: p
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_wrong_bytes_at_the_end_of_a_long_piece(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+@pytest.mark.parametrize("is_native", [False, True])
+def test_wrong_bytes_at_the_end_of_a_long_piece(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool, is_native: bool
+) -> None:
     """In place, nothing of the piece is written. Otherwise, the staging is dropped."""
     monkeypatch.setattr(assembly_module, "PART_BYTES", 20)
+    if not is_native:
+        monkeypatch.setattr(assembly_module, "is_plain", lambda _: False)
     feed = Feed(in_place=in_place)
     assert (feed.begin_in_place() if in_place else feed.next()) == BEGUN
     piece, staging = feed.rows("embed.weight", random_tensors()["embed.weight"]), feed.receiver.staging

@@ -20,7 +20,9 @@ constexpr int ACCUMULATORS = 24;
 #include "../kernels.h"
 }  // namespace
 
-const InstructionSet amx_bf16 = {"amx_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics, fold_sections};
+const InstructionSet amx_bf16 = {
+    "amx_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics, fold_sections,
+    take_piece};
 }  // namespace trueroll
 #ifndef EMULATE_TILES
 END_TARGET

@@ -10,7 +10,9 @@ constexpr int ACCUMULATORS = 24;
 #include "../kernels.h"
 }  // namespace
 
-const InstructionSet avx512 = {"avx512", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics, fold_sections};
+const InstructionSet avx512 = {
+    "avx512", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics, fold_sections,
+    take_piece};
 }  // namespace trueroll
 END_TARGET
 #endif

@@ -8,5 +8,7 @@ constexpr int ACCUMULATORS = 2;
 #include "../kernels.h"
 }  // namespace
 
-const InstructionSet portable = {"portable", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics, fold_sections};
+const InstructionSet portable = {
+    "portable", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics, fold_sections,
+    take_piece};
 }  // namespace trueroll

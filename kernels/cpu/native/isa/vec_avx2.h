@@ -117,4 +117,18 @@ inline float sum(F x) { REDUCE(add); }
 inline float peak(F x) { REDUCE(max); }
 #undef REDUCE
 
+// The product of the low and the high half of each word.
+inline Words multiply_halves(Words x) {
+    typedef long long Half __attribute__((vector_size(32)));
+    const auto multiply = [](Half half) {
+        return reinterpret_cast<Half>(_mm256_mul_epu32(reinterpret_cast<__m256i>(half), reinterpret_cast<__m256i>(half >> 32)));
+    };
+    union {
+        Words words;
+        Half halves[2];
+    } both = {x};
+    both.halves[0] = multiply(both.halves[0]), both.halves[1] = multiply(both.halves[1]);
+    return both.words;
+}
+
 #undef BOTH

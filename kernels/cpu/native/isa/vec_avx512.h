@@ -73,3 +73,9 @@ inline void store_halves(bf16* p, U x) {
 // Sums and maxima of the lanes: halves are joined until one lane is left.
 inline float sum(F x) { return _mm512_reduce_add_ps(x.v); }
 inline float peak(F x) { return _mm512_reduce_max_ps(x.v); }
+
+// The product of the low and the high half of each word.
+inline Words multiply_halves(Words x) {
+    const __m512i words = reinterpret_cast<__m512i>(x);
+    return reinterpret_cast<Words>(_mm512_mul_epu32(words, _mm512_srli_epi64(words, 32)));
+}

@@ -118,3 +118,6 @@ inline float peak(F x) {
 }
 
 #undef EACH_LANE
+
+// The product of the low and the high half of each word.
+inline Words multiply_halves(Words x) { return (x & 0xFFFFFFFF) * (x >> 32); }

@@ -110,6 +110,20 @@ struct Run {
         return weight;
     }
 
+    // Pieces of a push: rows that are packed, and bytes that are copied or only hashed.
+    void pieces(long n, long k) const {
+        Values dense = random(n * k, false), weight = packed(n, k), back = random(n * k, false), copy = random(n * k);
+        const int infinity = bfloat16 ? 0x7F80 : 0x7F800000;
+        const long bytes = static_cast<long>(dense.bytes().size());
+        bool finite;
+        const long hash = trueroll_take_rows(bfloat16, dense.data(), n, k, infinity, weight.data(), &finite);
+        trueroll_unpack(bfloat16, weight.data(), back.data(), n, k);
+        check(finite && back.bytes() == dense.bytes(), "other bits, or not finite", "take_rows");
+        const long same = trueroll_take_bytes(dense.data(), bytes, infinity, copy.data(), &finite);
+        check(finite && same == hash && copy.bytes() == dense.bytes(), "other bits, or not finite", "take_bytes");
+        check(trueroll_take_bytes(dense.data(), bytes, 0, nullptr, &finite) == hash, "another hash", "take_bytes");
+    }
+
     void merge(long n, long k, long rank) const {
         Values a(0, rank * k), b(0, n * rank), weight = random(n * k, false), out = random(n * k);
         const float *left = static_cast<float*>(b.data()), *right = static_cast<float*>(a.data());
@@ -130,6 +144,7 @@ struct Run {
             digest->add(normed);
         }
         merge(n, k, 3);
+        if (n * k >= 121) pieces(n, k);
         for (void* b : {static_cast<void*>(nullptr), bias.data()})
             for (void* r : {static_cast<void*>(nullptr), residual.data()}) {
                 for (long pieces : {1, 2, 8}) {
