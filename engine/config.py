@@ -16,6 +16,26 @@ from .request import MAX_SPANS, from_validation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "cpu", "triton", "reference"]
+Quantization = Literal[
+    "none",
+    "auto",
+    "fp8",
+    "fp8_channel",
+    "int8",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "awq",
+    "fp8:experts",
+    "fp8_channel:experts",
+    "int8:experts",
+    "mxfp8:experts",
+    "mxfp4:experts",
+    "nvfp4:experts",
+    "awq:experts",
+]
+
+KvCacheDtype = Literal["auto", "int8", "fp8"]
 
 
 class Defaults(NamedTuple):
@@ -37,14 +57,26 @@ _OF_DEVICE: Any = None  # a placeholder until the device is known
 class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    The only settings that affect the bits of samples are `model`, `dtype`, `device`, `backend` and `pieces`. Besides
-    the settings, only the instruction set that the backend uses affects the bits of samples.
+    The only settings that affect the bits of samples are `model`, `dtype`, `quantization`, `kv_cache_dtype`, `device`,
+    `backend` and `pieces`. Besides the settings, only the instruction set that the backend uses affects the bits of
+    samples.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
     float32 if config.json has no dtype. Weights stored in another dtype are converted. `backend`: `auto` selects
     `triton` on a GPU and `cpu` elsewhere, but falls back to `reference` for a model that the selected backend cannot
     serve.
+
+    `quantization`: the format in which weights are stored (`kernels.precision`), such as `fp8`. The worker quantizes
+    the weights of a checkpoint and of each push. With `none`, weights have the bits that a trainer pushes; the matrices
+    of a quantized checkpoint are dequantized. `auto` keeps the matrices of a quantized checkpoint as they are stored,
+    and quantizes pushes to the same format; for other checkpoints, `auto` is `none`. A trainer must use the same
+    quantization as the engine.
+
+    `kv_cache_dtype`: how keys and values are stored: `auto`, in the model's dtype; `int8` or `fp8`, in codes of 8 bits
+    (`kernels.cache_formats`). Each key and value is quantized once, when it is computed. A trainer must use the same
+    setting as the engine. The backends `triton` and `reference` store the values of the codes in the model's dtype, so
+    they save no memory.
 
     `block_size`: tokens per KV block; must be even, because native kernels store tokens in pairs. At most one of
     `num_blocks`, `kv_memory` and `kv_memory_fraction` sets the size of the KV cache. `num_blocks`: the number of
@@ -93,7 +125,8 @@ class EngineConfig(BaseModel):
 
     `adapter_bytes`: the memory for named adapters, in bytes, in addition to the KV cache; 0: no named adapters. The
     memory holds A and B of every loaded adapter, and merged weights for the adapters that were used last. The merged
-    weights of an adapter are as large as the weights that it changes. With several ranks, `adapter_bytes` must be 0.
+    weights of an adapter are as large as the weights that it changes. With several ranks, and with quantized weights,
+    `adapter_bytes` must be 0.
 
     `max_record_bytes`: the maximum total size, in bytes, of the records of unfinished samples and scores, in host
     memory. Records are the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` request, and all
@@ -109,6 +142,8 @@ class EngineConfig(BaseModel):
 
     model: str
     dtype: Dtype = "auto"
+    quantization: Quantization = "none"
+    kv_cache_dtype: KvCacheDtype = "auto"
     device: str = "cpu"
     backend: BackendName = "auto"
     block_size: int = Field(default=16, ge=2, multiple_of=2)
@@ -147,6 +182,11 @@ class EngineConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise from_validation(ConfigError, error) from None
+
+    @property
+    def keeps_values(self) -> bool:
+        """Return whether the values of quantized weights have the same bits if they are quantized again."""
+        return not self.quantization.startswith(("nvfp4", "awq"))
 
     @property
     def num_ranks(self) -> int:
@@ -224,6 +264,13 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 f"adapter_bytes must be 0 with several ranks (got {self.adapter_bytes} and {self.num_ranks} ranks), "
                 "because only a worker with a single rank serves named adapters",
+                field="adapter_bytes",
+                value=self.adapter_bytes,
+            )
+        if self.adapter_bytes and self.quantization != "none":
+            raise ConfigError(
+                f"adapter_bytes must be 0 with quantized weights (got {self.adapter_bytes} and quantization "
+                f"{self.quantization}), because a worker does not keep the values to which an adapter is added",
                 field="adapter_bytes",
                 value=self.adapter_bytes,
             )

@@ -19,6 +19,7 @@ from trueroll.versions import untested
 
 from .contract import Backend
 from .lora_config import EMPTY, INERT, KINDS, PLAIN, USED
+from .quantization import Format, round_trip
 from .wrappers import plain_class, reshard, within
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
@@ -55,18 +56,22 @@ class AdaptedTensors:
     replaced: frozenset[str]
     adapters: Mapping[str, Adapter]
 
-    def merged(self, dtype: torch.dtype, own: Mapping[str, torch.dtype], ops: Backend) -> Iterator[tuple[str, Tensor]]:
+    def merged(
+        self, dtype: torch.dtype, own: Mapping[str, torch.dtype], formats: Mapping[str, Format], ops: Backend
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, with adapters merged into the weights.
 
         Each tensor is in the dtype that `own` gives for the tensor's name, or in `dtype` if `own` lacks the name.
-        Sharded tensors are gathered.
+        `formats`: the format of each quantized weight, by name. Sharded tensors are gathered.
         """
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 adapter = self.adapters.get(name)
+                weight = _whole(tensor).to(own.get(name, dtype))
                 if adapter is not None:
                     adapter = Adapter(_whole(adapter.a), _whole(adapter.b), adapter.scale)
-                yield name, with_adapter(ops, _whole(tensor).to(own.get(name, dtype)), adapter)
+                    weight = round_trip(weight, formats[name]) if name in formats else weight
+                yield name, with_adapter(ops, weight, adapter)
 
 
 def check_adapters(model: Any) -> None:

@@ -19,6 +19,7 @@ from trueroll.versions import untested
 from .adapters import adapter_of, trained, with_adapter
 from .autograd import GradientOps
 from .plain_models import is_aligned
+from .precision import rounding_of
 from .selection import SelectedBackend, select_backend
 from .specs import PLAIN, DecoderSpec, WeightSpec
 from .stacks import HeadLayout, StackLayout
@@ -79,12 +80,15 @@ def forward_dtype(weight: Tensor) -> torch.dtype:
 
 
 def as_computed(
-    name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
+    name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, held: WeightSpec = PLAIN
 ) -> Tensor:
     """Return the tensor that a module uses as its parameter `leaf`, with the parameter's adapter merged.
 
-    If `own` is given, the tensor has the dtype `own`; otherwise it has the dtype of the hidden states x.
+    If `held` has a dtype, the tensor has this dtype; otherwise it has the dtype of the hidden states x. If `held` has a
+    format, an adapter is added to the values of the quantized matrix, because a worker has only these. The sum is not
+    quantized.
     """
+    own = held.dtype
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
     for tensor in (weight, *(adapter or ())[:2]):
         check_gathered(name, tensor)
@@ -93,7 +97,10 @@ def as_computed(
             f"{name} must be {x.dtype} like the hidden states (got {forward_dtype(weight)}); use one "
             "MixedPrecisionPolicy for all modules, with output_dtype unset or equal to param_dtype"
         )
-    return with_adapter(ops, weight.to(own or x.dtype), adapter)
+    weight = weight.to(own or x.dtype)
+    if adapter is not None:
+        weight = ops.rounded(weight, rounding_of(held, None))
+    return with_adapter(ops, weight, adapter)
 
 
 def parameter(

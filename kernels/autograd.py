@@ -45,6 +45,7 @@ from .distributions import Processing
 from .gates import plain_gates
 from .layer import absorb
 from .packed import Packed, attend, attend_latent
+from .precision import Rounding
 from .specs import (
     PLAIN_HEAD,
     WHOLE,
@@ -153,6 +154,21 @@ class _Merge(Function):
         grad_a = (b.T.to(dtype) @ wide).mul_(ctx.scale).to(a.dtype) if needs_a else None
         grad_b = (wide @ a.T.to(dtype)).mul_(ctx.scale).to(b.dtype) if needs_b else None
         return None, grad if needs_weight else None, grad_a, grad_b, None
+
+
+class _Rounded(Function):
+    """The values of a quantized weight. The gradient passes through the rounding unchanged (the straight-through
+    estimator, Bengio et al. 2013).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rounding: Rounding) -> Tensor:
+        return rounding(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
 
 
 class _Rmsnorm(Function):
@@ -811,6 +827,10 @@ class GradientOps:
         computed.
         """
         return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
+
+    def rounded(self, weight: Tensor, rounding: Rounding | None) -> Tensor:
+        """Return the values of a quantized weight; without a rounding, the weight itself."""
+        return weight if rounding is None else _Rounded.apply(weight, rounding)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the matrix product of x [M, K] and the transposed weight [N, K], plus bias [N]. The result is [M,

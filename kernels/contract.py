@@ -38,7 +38,9 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from .cache_formats import CacheFormat
 from .journal import Journal
+from .quantization import Format
 from .specs import (
     PLAIN_HEAD,
     WHOLE,
@@ -369,13 +371,27 @@ class FoldedHead(NamedTuple):
 def new_caches(
     ops: Backend, mixer: CachedSpec, blocks: int, block_size: int, empty: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return uninitialized caches of keys and values. The caches' memory comes from `empty(*shape)`."""
+    """Return uninitialized caches of keys and values. The caches' memory comes from `empty(*shape)`, or from
+    `empty(*shape, dtype=...)` for caches of codes.
+    """
     key_size, value_size = mixer.cached_sizes
     shape = blocks, block_size, mixer.num_kv_heads
+    if (format := stored_format(ops, mixer)) is not None:
+        rows = mixer.key_sizes, (value_size,)
+        keys, values = (empty(*shape, format.row_bytes(sizes), dtype=format.dtype) for sizes in rows)
+        return keys, values
     keys = empty(*shape, key_size)
     if isinstance(mixer, LatentSpec) and not ops.HOLDS_VALUES:
         return keys, keys[..., :value_size]
     return keys, empty(*shape, value_size)
+
+
+def stored_format(ops: Backend, mixer: CachedSpec) -> CacheFormat | None:
+    """Return the format of the codes that the caches hold; None for plain caches, which hold keys and values, or the
+    values of codes if the backend has no caches of the mixer's format.
+    """
+    format = mixer.cache_format
+    return format if format is not None and format.name in ops.CACHE_FORMATS else None
 
 
 class Weight(Protocol):
@@ -450,11 +466,16 @@ class Backend(Protocol):
 
     HEAD_SECTION: parts of the head, for `head_sections`, begin at ids that are multiples of HEAD_SECTION, which is a
     multiple of 16. HOLDS_VALUES: whether values have a cache of their own even if they are parts of the keys, as in
-    latent attention.
+    latent attention. FORMATS: the names of the formats of quantized matrices that the backend stores. The embeddings,
+    the head, routers, the scores of shared experts, and the matrices of `head_linear` are never quantized.
+    CACHE_FORMATS: the names of the formats (`kernels.cache_formats`) in which the backend stores keys and values as
+    codes. A backend with such formats also HOLDS_VALUES.
     """
 
     HEAD_SECTION: int
     HOLDS_VALUES: bool
+    FORMATS: frozenset[str]
+    CACHE_FORMATS: frozenset[str]
 
     def instruction_set(self) -> str:
         """Return the instruction set or GPU architecture that the backend uses, for logs and health."""
@@ -469,10 +490,23 @@ class Backend(Protocol):
         """
         ...
 
-    def new_weight(self, rows: int, columns: int, empty: Callable[..., Tensor]) -> Weight:
+    def new_weight(
+        self,
+        rows: int,
+        columns: int,
+        empty: Callable[..., Tensor],
+        format: Format | None = None,
+        unit: int | None = None,
+    ) -> Weight:
         """Return an uninitialized matrix for the backend's products. The matrix's memory comes from `empty(*shape)`.
 
         `empty` returns uninitialized tensors of one dtype on one device. Each tensor begins at a multiple of 64 bytes.
+
+        `format`: one of the backend's `FORMATS`, or None for a matrix that is not quantized. A quantized matrix has the
+        dtype of `empty(0)`, and its memory comes from `empty(*shape, dtype=torch.uint8)`. Its `copy_` quantizes a
+        tensor (`quantization.quantize`, with this `unit`), and also stores a `Quantized` of the format. Its `put_`
+        raises ValueError. A product with the matrix has the bits of the product with the plain matrix of its values
+        (`Weight.to_dense`).
         """
         ...
 
@@ -498,7 +532,7 @@ class Backend(Protocol):
 
     def merge_into(self, out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
         """Store `merge(weight, a, b, scale)` in `out` [N, K], which has the dtype of weight. Return whether all values
-        are finite.
+        are finite; if not, a quantized `out` stays unchanged.
 
         Synchronizes the device. The op may run concurrently with other ops.
         """
@@ -670,7 +704,7 @@ class Backend(Protocol):
         slots: Tensor,
     ) -> Tensor:
         """Return the queries [M, heads, D] of x [M, H], as `layer.project` does, and store the keys and values in the
-        caches, as `write_kv` does.
+        caches, as `layer.store` does.
 
         With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D].
         """
@@ -680,7 +714,9 @@ class Backend(Protocol):
         """Store k and v [M, kv_heads, D] at `slots` (int64 [M], block * block_size + offset) of the caches.
 
         A cache has shape [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend. In
-        latent attention, a row of v holds the first elements of the same row of k.
+        latent attention, a row of v holds the first elements of the same row of k. Caches of codes, which `new_caches`
+        allocates, have the dtype of their format and rows of `CacheFormat.row_bytes`; they receive the codes of k and
+        v, and attention over them has the bits of attention over plain caches with the values of the codes.
         """
         ...
 

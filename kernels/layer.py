@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from .cache_formats import round_trip
 from .contract import (
     AttentionWeights,
     Backend,
@@ -179,7 +180,8 @@ def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> Mlp
         return _one_mlp_weights("mlp", spec.intermediate_size, hidden, of, spec.gated, spec.bias, spec.joined)
     (_, count), inner, size = spec.own, spec.intermediate_size, spec.latent_size or hidden
     sides, is_latent = 2 if spec.gated else 1, spec.latent_size > 0
-    gate_up, down = (StackLayout(spec.transposed, in_turn, spec.or_transposed) for in_turn in (spec.transposed, False))
+    gate_up = StackLayout(spec.transposed, spec.transposed, spec.or_transposed, sides)
+    down = StackLayout(spec.transposed, False, spec.or_transposed)
     return ExpertsWeights(
         of("router", spec.num_experts, hidden),
         of("router_bias", spec.num_experts) if spec.bias else None,
@@ -465,6 +467,17 @@ def project(
     return torch.cat((q, gate), 2) if spec.output_gate else q, k, v
 
 
+def store(
+    ops: Backend, spec: CachedSpec, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    """Store keys and values from `project` or `project_latent` in the caches, as codes or, in plain caches, as the
+    values of the codes (`AttentionSpec.cache_format`). See `Backend.write_kv`.
+    """
+    if k_cache.dtype == k.dtype:
+        k, v = (round_trip(x, spec.cache_format, sizes) for x, sizes in ((k, spec.key_sizes), (v, v.shape[2:])))
+    ops.write_kv(k, v, k_cache, v_cache, slots)
+
+
 def _scaled(q: Tensor, rotation: Rotation) -> Tensor:
     """Return rotated queries [M, heads, D] multiplied by `q_scale`."""
     if rotation.q_scale is None:
@@ -594,7 +607,7 @@ def run_layers(
             caches = memory[0], memory[1]
             if isinstance(spec, LatentSpec):
                 q, k = project_latent(ops, x, spec, weights, rotations[spec.rotation])
-                ops.write_kv(k, k[..., : spec.latent_dim], *caches, page.slots)
+                store(ops, spec, k, k[..., : spec.latent_dim], *caches, page.slots)
                 k_up, v_up = weights.up
                 sums = ops.paged_attention(absorb(ops, q, k_up, spec), *caches, page.batch, spec.scale)
                 return ops.head_linear(sums, v_up).flatten(1)

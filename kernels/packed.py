@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -104,8 +104,8 @@ def attend(
 
 def attend_latent(ops: Backend, q: Tensor, k: Tensor, packed: Packed, spec: LatentSpec) -> Tensor:
     """Return the attention over latent rows within each sequence, [M, heads, latent_dim], for q [M, heads, head_dim]
-    and k [M, 1, head_dim]. Keys go through a temporary cache.
+    and k [M, 1, head_dim]. Keys go through a temporary plain cache.
     """
-    caches = new_caches(ops, spec, packed.num_blocks, _BLOCK_SIZE, k.new_zeros)
+    caches = new_caches(ops, replace(spec, cache_format=None), packed.num_blocks, _BLOCK_SIZE, k.new_zeros)
     ops.write_kv(k, k[..., : spec.latent_dim], *caches, packed.slots)
     return ops.paged_attention(q, *caches, packed.batch, spec.scale)

@@ -42,10 +42,11 @@ from .contract import (
     Wanted,
     Weight,
 )
-from .layer import project, run_layers
+from .layer import project, run_layers, store
 from .specs import (
     HEAD_ROLE,
     PIECE_UNIT,
+    PLAIN,
     PLAIN_HEAD,
     WHOLE,
     AttentionSpec,
@@ -169,7 +170,7 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
         mlp, others = of_mlp(cast(Any, layer.mlp), pieces, rank)
         of_roles |= others
     for role, part in of_roles.items():
-        found = WeightSpec(whole[role].dtype if role in whole else None, part)
+        found = replace(whole.get(role, PLAIN), part=part)
         if held.setdefault(role, found) != found and held[role].part is not None:
             raise ConfigError(
                 f"tensor_parallel_size must be 1 for this model, because its layers differ in the size of {role} (got "
@@ -493,7 +494,7 @@ class RankedOps(RankedHead):
             return self._normed(q, q_norm, of_heads, 1), self._normed(k, k_norm, of_heads, spec.kv_sharers)
 
         q, k, v = project(self.backend, x, spec, weights, rotation, norm_heads)
-        self.backend.write_kv(k, v, k_cache, v_cache, slots)
+        store(self.backend, spec, k, v, k_cache, v_cache, slots)
         return q
 
     def _normed(self, x: Tensor, weight: Tensor, norm: NormSpec, sharers: int) -> Tensor:

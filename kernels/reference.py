@@ -47,7 +47,8 @@ from .contract import (
     Wanted,
     Weight,
 )
-from .layer import project, run_layers
+from .layer import project, run_layers, store
+from .quantization import Format
 from .specs import (
     PLAIN_HEAD,
     WHOLE,
@@ -72,6 +73,8 @@ SAMPLE_TILE = 8
 LOGITS_TILE = 64
 HEAD_SECTION = COLUMN_TILE
 HOLDS_VALUES = False
+FORMATS: frozenset[str] = frozenset()
+CACHE_FORMATS: frozenset[str] = frozenset()
 MERGE_TILE = 2**16
 # The tanh approximation of GELU is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE +
 # GELU_CUBIC x^2).
@@ -95,7 +98,10 @@ def prepare(compute: Callable[[int], object], most_rows: int, device: torch.devi
     """Do nothing, since the reference backend compiles no kernels."""
 
 
-def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
+def new_weight(
+    rows: int, columns: int, empty: Callable[..., Tensor], format: Format | None = None, unit: int | None = None
+) -> Tensor:
+    assert format is None, f"this backend stores no quantized matrices (got {format})"
     return empty(rows, columns)
 
 
@@ -359,7 +365,7 @@ def qkv(
     slots: Tensor,
 ) -> Tensor:
     q, k, v = project(_SELF, x, spec, weights, rotation)
-    write_kv(k, v, k_cache, v_cache, slots)
+    store(_SELF, spec, k, v, k_cache, v_cache, slots)
     return q
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from .quantization import Format, Quantized, format_of, join, quantize
+from .rounded import RoundedWeight
 from .specs import Slice
 from .stacks import Stack, StackLayout
 
@@ -50,6 +52,11 @@ class Shard:
         return self.own.dtype
 
     @property
+    def format(self) -> Format | None:
+        """The format of the weight; None if the weight is not quantized."""
+        return format_of(self.own)
+
+    @property
     def layout(self) -> StackLayout:
         """The layout of the checkpoint's tensor, for a shard of a `Stack`."""
         return self.own.layout
@@ -70,7 +77,7 @@ class Shard:
         """The memory size of the part in bytes."""
         return self.own.nbytes
 
-    def copy_(self, source: Tensor | Shard) -> None:
+    def copy_(self, source: Tensor | Quantized | Shard) -> None:
         """Store this shard's part of a whole tensor, or copy another shard of the same part. Raise
         ValueError if the source has another shape.
         """
@@ -79,8 +86,16 @@ class Shard:
         if isinstance(source, Shard):
             self.own.copy_(source.own)
         elif self.slice.length:
-            parts = [source.narrow(self.slice.dim, start, length) for start, length in self.slice.ranges]
-            self.own.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, self.slice.dim))
+            source = _prepared(source, self)
+            if isinstance(source, Quantized) and isinstance(self.own, RoundedWeight):
+                self.own.plain.copy_(_part(source.values(), self.slice))
+            else:
+                self.own.copy_(_part(source, self.slice))
+
+    def put_quantized(self, expert: int, source: Quantized) -> None:
+        """See `Stack.put_quantized`. An expert that this shard does not hold is ignored."""
+        if expert in self.experts:
+            self.own.put_quantized(expert - self.experts.start, source)
 
     def read(self, file: Any) -> int:
         """Store this shard's part of a tensor in a safetensors file, and read no other part. `file`: the result of
@@ -136,6 +151,22 @@ class Shard:
         return self.own.to_dense()
 
 
+def _prepared(source: Tensor | Quantized, weight: Shard | Shards) -> Tensor | Quantized:
+    """Quantize a tensor for a quantized matrix. The scale of a row or block does not depend on how it is divided."""
+    if isinstance(source, Quantized) or weight.format is None or is_stack(weight):
+        return source
+    return quantize(source.to(weight.dtype), weight.format)
+
+
+def _part(source: Tensor | Quantized, part: Slice) -> Tensor | Quantized:
+    if isinstance(source, Tensor):
+        tensors = [source.narrow(part.dim, start, length) for start, length in part.ranges]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, part.dim)
+    if part.dim == 0:
+        return join([source.rows(slice(start, start + length)) for start, length in part.ranges], 0)
+    return join([source.columns(start, length) for start, length in part.ranges], 1)
+
+
 def _rows(weight: Any, start: int, length: int) -> Any:
     """Return rows [start, start + length) of a weight. The rows may begin and end anywhere."""
     end = start + length
@@ -174,6 +205,11 @@ class Shards:
         self.shape, self.dtype = shards[0].shape, shards[0].dtype
 
     @property
+    def format(self) -> Format | None:
+        """See `Shard.format`."""
+        return self.shards[0].format
+
+    @property
     def layout(self) -> StackLayout:
         """See `Shard.layout`."""
         return self.shards[0].layout
@@ -193,11 +229,14 @@ class Shards:
         """The memory size of all shards in bytes."""
         return sum(shard.nbytes for shard in self.shards)
 
-    def copy_(self, source: Tensor | Shards) -> None:
+    def copy_(self, source: Tensor | Quantized | Shards) -> None:
         """Store a whole tensor, or copy other shards of the same parts. Raise ValueError if the source has another
         shape.
         """
-        sources = source.shards if isinstance(source, Shards) else [source] * len(self.shards)
+        if isinstance(source, Shards):
+            sources: Sequence[Any] = source.shards
+        else:
+            sources = [_prepared(source, self)] * len(self.shards)
         for shard, own in zip(self.shards, sources, strict=True):
             shard.copy_(own)
 

@@ -13,6 +13,8 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from .cache_formats import AUTO, CacheFormat
+from .quantization import Format
 from .spellings import own_name
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "clamped_silu", "relu"]
@@ -99,7 +101,8 @@ class AttentionSpec:
     rotated elements and element i of the second half form a pair. `sinks`: the softmax of each head includes an extra
     score, which is a learned weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection
     has a bias. `joined`: one matrix computes q, k and v. `out_scale`: multiplies the result of the output projection.
-    `kv_sharers`: the number of ranks that hold the same key-value heads.
+    `kv_sharers`: the number of ranks that hold the same key-value heads. `cache_format`: the format of cached keys and
+    values; None for the dtype of the model.
     """
 
     num_heads: int
@@ -121,6 +124,7 @@ class AttentionSpec:
     joined: bool = False
     out_scale: float = 1.0
     kv_sharers: int = 1
+    cache_format: CacheFormat | None = None
 
     @property
     def value_dim(self) -> int:
@@ -131,6 +135,11 @@ class AttentionSpec:
     def cached_sizes(self) -> tuple[int, int]:
         """The sizes of the key and of the value that the cache holds for a token and a key-value head."""
         return self.head_dim, self.head_dim
+
+    @property
+    def key_sizes(self) -> tuple[int, ...]:
+        """The sizes of the vectors of a cached key, which are quantized one by one."""
+        return (self.head_dim,)
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ class LatentSpec:
     neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `q_rank`: the size of the row from
     which queries are computed; None if queries are computed from hidden states. `norm`: the norms of the latent row and
     of the row of size `q_rank`. `bias`: the output projection and the products of hidden states, except `q`, have
-    biases.
+    biases. `cache_format`: as in `AttentionSpec`.
     """
 
     num_heads: int
@@ -161,6 +170,7 @@ class LatentSpec:
     rotation: int = 0
     interleaved: bool = True
     bias: bool = False
+    cache_format: CacheFormat | None = None
 
     num_kv_heads: ClassVar[int] = 1
     window: ClassVar[None] = None
@@ -180,6 +190,11 @@ class LatentSpec:
     def cached_sizes(self) -> tuple[int, int]:
         """The sizes of the key and of the value that the cache holds for a token. The value is a part of the key."""
         return self.head_dim, self.latent_dim
+
+    @property
+    def key_sizes(self) -> tuple[int, ...]:
+        """The sizes of the vectors of a cached key, which are quantized one by one."""
+        return self.latent_dim, self.rope_dim
 
 
 CachedSpec: TypeAlias = AttentionSpec | LatentSpec
@@ -647,12 +662,14 @@ class WeightSpec:
 
     `dtype`: the dtype of the weight; None for the model's dtype. `part`: the part of the checkpoint's tensor that the
     weight holds; None for the whole tensor. `shape`: the shape of the checkpoint's tensor, if it differs from the shape
-    of the weight; for vectors only.
+    of the weight; for vectors only. `format`: the format in which the weight's values are quantized; None if they are
+    not quantized.
     """
 
     dtype: torch.dtype | None = None
     part: Slice | None = None
     shape: tuple[int, ...] | None = None
+    format: Format | None = None
 
 
 PLAIN = WeightSpec()
@@ -702,7 +719,9 @@ class DecoderSpec:
     belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `tower`: the vision tower beside the
     decoder, or None. `serves_tower`: whether the tower belongs to the decoder; otherwise, its tensors in a checkpoint
     are ignored. `beside`: the prefixes of the names (after `renamed`) of the tensors of an unsupported tower. The
-    tensors of an unsupported tower are ignored, and an aligned model refuses images.
+    tensors of an unsupported tower are ignored, and an aligned model refuses images. `quantization`: the setting by
+    which `held` has formats (see `kernels.precision`). `kv_cache_dtype`: the setting by which the layers have a
+    `cache_format` (see `kernels.cache_formats`).
     """
 
     architecture: str
@@ -732,6 +751,8 @@ class DecoderSpec:
     tower: TowerSpec | None = None
     serves_tower: bool = False
     beside: tuple[str, ...] = ()
+    quantization: str = "none"
+    kv_cache_dtype: str = AUTO
 
     @property
     def own_layers(self) -> range:
@@ -812,6 +833,11 @@ class DecoderSpec:
         """Return a dict from role to dtype, for the weights that are not held in the model's dtype `dtype`."""
         own = {role: held.dtype for role, held in self.held.items() if held.dtype is not None}
         return {role: found for role, found in own.items() if found != dtype}
+
+    @property
+    def own_formats(self) -> dict[str, Format]:
+        """Return a dict from role to format, for the weights that are quantized."""
+        return {role: held.format for role, held in self.held.items() if held.format is not None}
 
     def own_name(self, name: str) -> str | None:
         """Return the decoder's name for a checkpoint's tensor; None if the tensor does not belong to the decoder."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .contract import Weight
+from .quantization import Format, Quantized, format_of, join
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,13 @@ class StackLayout:
     `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and of the second half
     alternate. Biases have rows only, so `transposed` does not affect them. `or_transposed`: the files of a checkpoint
     may instead store all matrices as [E, C, R], which the loader recognizes by their shapes. Pushes must not use this
-    alternative.
+    alternative. `parts`: the number of parts of equal height, such as gate and up, that a matrix consists of.
     """
 
     transposed: bool = False
     in_turn: bool = False
     or_transposed: bool = False
+    parts: int = 1
 
     def shape(self, shape: tuple[int, ...]) -> torch.Size:
         """Return the shape of the checkpoint's tensor for matrices or biases of this shape."""
@@ -179,7 +181,7 @@ class Stack:
         if len(shape) == 2:
             return cls(empty(*shape), shape, layout)
         count, rows, columns = shape
-        return cls(new_weight(count * rows, columns, empty), shape, layout)
+        return cls(new_weight(count * rows, columns, empty, unit=rows // layout.parts), shape, layout)
 
     @property
     def experts(self) -> range:
@@ -190,6 +192,11 @@ class Stack:
     def dtype(self) -> torch.dtype:
         """The dtype of the elements."""
         return self.matrix.dtype
+
+    @property
+    def format(self) -> Format | None:
+        """The format of the matrices; None if they are not quantized."""
+        return format_of(self.matrix)
 
     @property
     def nbytes(self) -> int:
@@ -203,6 +210,13 @@ class Stack:
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         self.matrix.copy_(source.matrix if isinstance(source, Stack) else self._flat(source))
+
+    def put_quantized(self, expert: int, source: Quantized) -> None:
+        """Store the quantized matrix of an expert, with its rows in the order of a checkpoint's tensor."""
+        if self.layout.in_turn:
+            source = join([source.rows(slice(first, None, 2)) for first in range(2)], 0)
+        rows = self.own_shape[1]
+        self.matrix.narrow(0, expert * rows, rows).copy_(source)
 
     def put_(self, index: Tensor, source: Tensor) -> None:
         """Overwrite the elements at these flat indices (int64) of the checkpoint's tensor."""

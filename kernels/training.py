@@ -50,6 +50,7 @@ from .aligned import (
 from .arguments import check_call, check_signature
 from .autograd import NO_TOKEN, GradientOps
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
+from .cache_formats import AUTO, round_trip
 from .contract import LOWEST_TEMPERATURE, Rotation, TokenStatistics
 from .distributions import Drawn, Processing, Samples, rules_of
 from .edits import Masks
@@ -67,6 +68,7 @@ from .layer import (
 from .packed import Packed
 from .pieces import with_pieces
 from .plain_models import describe_plain, is_aligned, is_decoder, module_of
+from .precision import NONE, rounding_of, with_kv_cache_dtype, with_quantization
 from .replay import replayed
 from .selection import select_backend
 from .specs import (
@@ -193,7 +195,8 @@ class _Drawn:
 
 class Arithmetic(NamedTuple):
     """The settings that determine the bits of an aligned model: `backend`, its instruction set `isa`, `dtype`, such as
-    `bfloat16`, and `pieces`, the number of pieces in which sums are computed.
+    `bfloat16`, `pieces`, the number of pieces in which sums are computed, and `quantization` and `kv_cache_dtype`,
+    which say how weights, and keys and values, are quantized.
 
     Names and values are the same as in a worker's `health().engine`.
     """
@@ -202,17 +205,28 @@ class Arithmetic(NamedTuple):
     isa: str
     dtype: str
     pieces: int
+    quantization: str
+    kv_cache_dtype: str
 
 
-def align(model: Any, backend: str = "auto", pieces: int | None = None) -> None:
+def align(
+    model: Any,
+    backend: str = "auto",
+    pieces: int | None = None,
+    quantization: str = NONE,
+    kv_cache_dtype: str = AUTO,
+) -> None:
     """Make a model of transformers use the ops of `backend`. The model must belong to one of the `families`.
 
     `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. `pieces`: the number
     of pieces in which sums are computed (`kernels.pieces`); None: the number that suits the model, which is also a
-    worker's default. A PEFT model with a LoRA adapter uses the weights of `merged_weights`, and gradients reach the
-    adapter's matrices A and B. After alignment, `model(...)` returns float32 logits, skips tokens where
-    `attention_mask` is 0, and keeps no KV cache. `fully_shard` or DistributedDataParallel may wrap the model before or
-    after `align`; accelerate may wrap the model only after `align`.
+    worker's default. `quantization`: compute with the values of quantized weights, as a worker with this setting does
+    (`kernels.precision`). `kv_cache_dtype`: compute with the values of quantized keys and values, as a worker with this
+    setting does (`kernels.cache_formats`). Gradients pass through the rounding unchanged. A PEFT model with a LoRA
+    adapter uses the weights of `merged_weights`, and gradients reach the adapter's matrices A and B. After alignment,
+    `model(...)` returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard`
+    or DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap the model only after
+    `align`.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
     pass with an unknown argument. A later release of transformers may add an argument that `align` does not know. Raise
@@ -222,6 +236,7 @@ def align(model: Any, backend: str = "auto", pieces: int | None = None) -> None:
     spec, model = _check_model(model), unwrapped(model)
     if pieces is not None:
         spec = with_pieces(spec, pieces)
+    spec = with_kv_cache_dtype(with_quantization(spec, quantization), kv_cache_dtype)
     weight = model.lm_head.weight
     # Under autocast, float32 parameters are computed in 16 bits. The forward pass knows that dtype and selects the
     # backend again.
@@ -258,7 +273,9 @@ def aligned_with(model: Any) -> Arithmetic:
     def tell(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Arithmetic:
         name = chosen(current(head), hidden.device, hidden.dtype).name
         dtype = str(hidden.dtype).removeprefix("torch.")
-        return Arithmetic(name, ops.backend.instruction_set(), dtype, head._aligned.spec.pieces)
+        spec = head._aligned.spec
+        settings = spec.pieces, spec.quantization, spec.kv_cache_dtype
+        return Arithmetic(name, ops.backend.instruction_set(), dtype, *settings)
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
     with torch.no_grad():
@@ -280,12 +297,13 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
         )
     tensors = read_tensors(adapted)
     device = next(iter(tensors.tensors.values())).device
-    own = _own_dtypes(unwrapped(adapted), dtype)
-    return tensors.merged(dtype, own, select_backend("auto", device, dtype).ops)
+    own = _of_layers(unwrapped(adapted), lambda spec: spec.own_dtypes(dtype))
+    formats = _of_layers(unwrapped(adapted), lambda spec: spec.own_formats)
+    return tensors.merged(dtype, own, formats, select_backend("auto", device, dtype).ops)
 
 
-def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """For the weights that a worker with this `dtype` holds in another dtype, return a dictionary from name to dtype.
+def _of_layers(model: Any, of_spec: Callable[[DecoderSpec], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `of_spec` returns for the roles of weights, by the names of the weights.
 
     Return {} for a model that no worker serves.
     """
@@ -293,9 +311,9 @@ def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
         spec = model._aligned.spec if is_aligned(model) else describe_plain(model)
     except AlignmentError:
         return {}
-    own, layers = spec.own_dtypes(dtype), range(len(spec.layers))
     prefix = next(name for name, module in model.named_modules() if module is text_decoder(model).layers)
-    return {f"{prefix}.{i}.{spec.names[role]}": found for role, found in own.items() for i in layers}
+    layers = range(len(spec.layers))
+    return {f"{prefix}.{i}.{spec.names[role]}": found for role, found in of_spec(spec).items() for i in layers}
 
 
 def token_log_probs(
@@ -678,16 +696,19 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
         name: str, *shape: int, layout: StackLayout | HeadLayout | None = None, held: WeightSpec = PLAIN
     ) -> Tensor | tuple[Tensor, Tensor]:
         parameter(self, prefix, name, *shape, layout=layout, held=held)
-        found = as_computed(name, *place(self, prefix, name), x, ops, held.dtype)
+        found = as_computed(name, *place(self, prefix, name), x, ops, held)
         found = found if held.shape is None else found.view(shape)
+        found = ops.rounded(found, rounding_of(held, layout))
         return found if layout is None else layout.rows_first(found)
 
     def attend(x: Tensor, spec: CachedSpec, weights: Any) -> Tensor:
         if isinstance(spec, LatentSpec):
             q, k = project_latent(ops, x, spec, weights, rotations[spec.rotation])
+            k = round_trip(k, spec.cache_format, spec.key_sizes)
             k_up, v_up = weights.up
             return ops.latent_attention(q, k, k_up, v_up, packed, spec)
         q, k, v = project(ops, x, spec, weights, rotations[spec.rotation])
+        k, v = (round_trip(part, spec.cache_format, spec.key_sizes) for part in (k, v))
         return gated(ops, q, spec, lambda q: ops.attention(q, k, v, packed, spec, weights.sinks))
 
     def recur(spec: RecurrentSpec, weights: Any, x: Tensor, *gates: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.edits import Masks
 from ..kernels.families import describe
-from ..kernels.plain_models import is_aligned, is_decoder
-from ..kernels.specs import is_of_mtp
+from ..kernels.plain_models import describe_plain, is_aligned, is_decoder
+from ..kernels.precision import NONE, Rounding, roundings, with_quantization
+from ..kernels.specs import DecoderSpec, is_of_mtp
 from ..kernels.spellings import own_name
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
@@ -46,8 +47,10 @@ CauseName: TypeAlias = Literal[
     "distribution",
     "dtype",
     "instruction set",
+    "kv_cache_dtype",
     "nondeterminism",
     "pieces",
+    "quantization",
     "rounding",
     "unknown",
     "version",
@@ -200,7 +203,9 @@ def audit_folder(
     loaded = load_trainer(resolve_model(model), dtype)
     most = loaded.config.get_text_config().vocab_size
     prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]
-    align(loaded, pieces=(client.health().engine or {}).get("pieces"))
+    served = client.health().engine or {}
+    settings = {name: served[name] for name in ("pieces", "quantization", "kv_cache_dtype") if name in served}
+    align(loaded, **settings)
     audits = [audit(loaded, client, prompts, params)]
     if with_plain:
         unalign(loaded)
@@ -269,6 +274,16 @@ def _decoder(model: Any) -> Any:
     transformers model. If `model` contains no transformers model, return `model`.
     """
     return next(filter(is_decoder, model.modules()), model)
+
+
+def _spec_of(model: Any) -> DecoderSpec:
+    """Return the spec of a transformers model of a supported family."""
+    return model._aligned.spec if is_aligned(model) else describe_plain(model)
+
+
+def _checksum(tensor: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> int:
+    """Return the checksum of a tensor as a worker serves it."""
+    return tensor_checksum(tensor if rounding is None else rounding(tensor.to(dtype)), dtype)
 
 
 def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
@@ -345,8 +360,9 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
-    """Compare the trainer's model with the worker: alignment, dtype, backend, instruction set, and the number of pieces
-    in which sums are computed. `dtypes`: the dtypes that `_watched` collected; used only if the model is not aligned.
+    """Compare the trainer's model with the worker: alignment, dtype, backend, instruction set, the number of pieces in
+    which sums are computed, and the quantization of weights and of the KV cache. `dtypes`: the dtypes that `_watched`
+    collected; used only if the model is not aligned.
     """
     served = Arithmetic(**{name: engine[name] for name in Arithmetic._fields})
     if not _is_aligned(model):
@@ -377,6 +393,15 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dt
         text = f"the worker computes sums in {served.pieces} pieces, the trainer in {own.pieces}; call "
         text += f"align(model, pieces={served.pieces}), or serve with pieces={own.pieces}"
         return [*causes, Cause("pieces", text)]
+    if own.quantization != served.quantization:
+        text = f"the worker quantizes weights to {served.quantization}, the trainer to {own.quantization}; call "
+        text += f'align(model, quantization="{served.quantization}"), or serve with quantization="{own.quantization}"'
+        return [*causes, Cause("quantization", text)]
+    if own.kv_cache_dtype != served.kv_cache_dtype:
+        mine, theirs = own.kv_cache_dtype, served.kv_cache_dtype
+        text = f"the worker's kv_cache_dtype is {theirs}, the trainer's is {mine}; call "
+        text += f'align(model, kv_cache_dtype="{theirs}"), or serve with kv_cache_dtype="{mine}"'
+        return [*causes, Cause("kv_cache_dtype", text)]
     return causes
 
 
@@ -433,14 +458,17 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     """Return the names of the tensors that differ, and the worker's checksums.
 
     Before the comparison, the trainer's tensors are converted to the worker's dtype, and adapters are merged into the
-    weights. The module for multi-token prediction is not compared, because no bit of a sample depends on it.
+    weights, and rounded as the worker rounds them. The module for multi-token prediction is not compared, because no
+    bit of a sample depends on it.
     """
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)
     adapted = next(filter(None, map(adapted_inside, model.modules())), None)
     tensors = TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype)
+    setting = str((client.health().engine or {}).get("quantization", NONE))
+    rounded = {} if setting == NONE else roundings(with_quantization(_spec_of(_decoder(model)), setting))
     own = {
-        name: tensor_checksum(tensor, dtype_named(served.dtypes.get(name, served.dtype)))
+        name: _checksum(tensor, dtype_named(served.dtypes.get(name, served.dtype)), rounded.get(name))
         for name, tensor in ((own_name(trained, served), tensor) for trained, tensor in tensors)
         if name is not None
     }

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from trueroll.errors import ConfigError, brief
 
+from ..engine.config import EngineConfig
 from ..engine.request import from_validation
 
 
@@ -126,6 +127,20 @@ class WorkerConfig(BaseModel):
     def limits(self) -> dict[str, int]:
         """Return the limits that apply to clients: all settings named `max_*`."""
         return {name: value for name, value in self.model_dump().items() if name.startswith("max_")}
+
+
+def check_saving(worker: WorkerConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError if a worker shall save weights in a format in which saved weights do not have the same bits
+    again.
+    """
+    if worker.save_folder is not None and not engine.keeps_values:
+        raise ConfigError(
+            f"save_folder: weights in {engine.quantization} do not have the same bits after they are saved and "
+            f"quantized again (got {worker.save_folder!r}); remove the setting save_folder, or use another "
+            "quantization",
+            field="save_folder",
+            value=worker.save_folder,
+        )
 
 
 def check_address(address: str, has_keys: bool) -> None:

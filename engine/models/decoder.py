@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight, mark_rows
 from ...kernels.layer import HEAD, LAYERS, make_layer, scale_embedding, turn
+from ...kernels.rounded import RoundedWeight, plain_of
 from ...kernels.shards import Shard
 from ...kernels.specs import HEAD_ROLE, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
 from ...kernels.stacks import HeadLayout, HeadMatrices, Stack, StackLayout
@@ -141,16 +142,31 @@ class Decoder:
         memory = of_name.get(name, memories[owner])
         if held.dtype is not None:
             memory = partial(memory, dtype=held.dtype)
-        if layout is not None:
-            holder: Any = Stack if isinstance(layout, StackLayout) else HeadMatrices
-            weight: Any = holder.new(self.ops.new_weight, memory, shape, layout)
+        new = partial(self._new_matrix, held)
+        if isinstance(layout, StackLayout):
+            weight: Any = Stack.new(new, memory, shape, layout)
+        elif layout is not None:
+            weight = HeadMatrices.new(self.ops.new_weight, memory, shape, layout)
         else:
-            weight = self.ops.new_weight(*shape, memory) if len(shape) == 2 else memory(*shape)
+            weight = new(*shape, memory) if len(shape) == 2 else memory(*shape)
             if held.part is not None and held.part.dim == 0:
-                mark_rows(weight, held.part.total)
+                mark_rows(plain_of(weight), held.part.total)
         stored = weight if held.shape is None else weight.view(held.shape)
+        if isinstance(stored, HeadMatrices) and held.format is not None:
+            stored = RoundedWeight(stored, held.format)
         self._tensors[name] = stored if held.part is None else Shard(stored, held.part)
-        return weight if layout is None else weight.matrix
+        return plain_of(weight if layout is None else weight.matrix)
+
+    def _new_matrix(self, held: WeightSpec, rows: int, columns: int, empty: Empty, unit: int | None = None) -> Weight:
+        """Return an uninitialized matrix. A quantized matrix takes as much memory as a plain matrix if the backend does
+        not store the format, or if it is a part whose columns begin within a group.
+        """
+        format = held.format
+        if format is None:
+            return self.ops.new_weight(rows, columns, empty)
+        if format.name in self.ops.FORMATS and not _begins_within_group(held):
+            return self.ops.new_weight(rows, columns, empty, format, unit)
+        return cast(Weight, RoundedWeight(self.ops.new_weight(rows, columns, empty), format, unit))
 
     @property
     def embed(self) -> Any:
@@ -248,6 +264,11 @@ class Decoder:
         if spec.stage.is_last:
             x = ops.rmsnorm(x, cast(Tensor, self._tensors[spec.last_norm]), spec.norm)
         return ModelOutput(x, records)
+
+
+def _begins_within_group(held: WeightSpec) -> bool:
+    part, group = held.part, None if held.format is None else held.format.columns
+    return part is not None and part.dim == 1 and group is not None and any(start % group for start, _ in part.ranges)
 
 
 def new_output(spec: DecoderSpec, hidden: Tensor) -> ModelOutput:

@@ -3,8 +3,7 @@ Technical Report, 2024).
 
 A matrix [R, C] of float8_e4m3fn is divided into blocks of 128 rows and 128 columns. The blocks at the right and lower
 edges of the matrix may be smaller. The scales of the blocks are in a tensor [ceil(R / 128), ceil(C / 128)]. The tensor
-has the name of the matrix with the suffix `SCALES`. An element's value is the float32 product of the stored number and
-its block's scale. The caller rounds the dequantized value once, to the dtype of the weight.
+has the name of the matrix with the suffix `SCALES`. The format is `fp8` of `kernels.quantization`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.quantization import FORMATS, Quantized
+
 FP8 = "F8_E4M3"
 """The dtype of a stored matrix, as in the header of a safetensors file."""
 SCALES = "_scale_inv"
@@ -22,7 +23,7 @@ SCALES = "_scale_inv"
 SCALE_DTYPES = ("F32", "F16", "BF16")
 """The dtypes that scales may have, as in the header of a safetensors file. All convert to float32 exactly."""
 BLOCK = 128
-_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+_FORMAT = FORMATS["fp8"]
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -37,19 +38,6 @@ def check_scales(scales: Tensor) -> None:
         raise ValueError(f"{num_bad} of {scales.numel()} scales are NaN, infinite or negative")
 
 
-def dequantize(stored: Tensor, scales: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """Return a part of a matrix in float32. `stored`: the part's numbers. `scales`: the scales of the whole matrix.
-    `row`, `column`: where the part begins in the matrix.
-    """
-    # Four times as fast as torch's conversion.
-    values = _VALUES.index_select(0, stored.contiguous().view(torch.uint8).flatten().int()).view(stored.shape)
-    end = row + len(values)
-    for block in range(row // BLOCK, -(-end // BLOCK)):
-        of_columns = scales[block].float().repeat_interleave(BLOCK)[column : column + values.shape[1]]
-        values[max(block * BLOCK - row, 0) : (block + 1) * BLOCK - row] *= of_columns
-    return values
-
-
 def row_ranges(shape: tuple[int, ...], most_bytes: int) -> Iterator[range]:
     """Yield ranges of rows that together are all rows of a matrix. A range consists of whole rows of blocks. A range
     takes at most `most_bytes` bytes in float32, unless a single row of blocks takes more.
@@ -58,6 +46,14 @@ def row_ranges(shape: tuple[int, ...], most_bytes: int) -> Iterator[range]:
     step = max(most_bytes // (4 * BLOCK * max(columns, 1)), 1) * BLOCK
     for start in range(0, rows, step):
         yield range(start, min(start + step, rows))
+
+
+def quantized(stored: Tensor, scales: Tensor, row: int = 0) -> Quantized:
+    """Return rows of a matrix. `stored`: the rows' numbers. `scales`: the scales of the whole matrix. `row`: the index
+    of the first row in the matrix.
+    """
+    blocks = torch.arange(row, row + len(stored)) // BLOCK
+    return Quantized(_FORMAT, stored.contiguous().view(torch.uint8), scales.float()[blocks])
 
 
 class Rows:
@@ -70,9 +66,17 @@ class Rows:
     def __init__(self, stored: Any, scales: Tensor, rows: range) -> None:
         self._stored, self._scales, self._rows = stored, scales, rows
 
+    def quantized(self) -> Quantized:
+        """Return all of these rows, as they are stored."""
+        return quantized(self._stored[self._rows.start : self._rows.stop], self._scales, self._rows.start)
+
     def __getitem__(self, part: slice | tuple[slice, slice]) -> Tensor:
         """Return rows, or rows and columns, in float32."""
         of_rows, columns = part if isinstance(part, tuple) else (part, slice(None))
         rows = self._rows[of_rows]
         stored = self._stored[rows.start : rows.stop, columns]
-        return dequantize(stored, self._scales, rows.start, columns.start or 0)
+        first = columns.start or 0
+        begin = first // BLOCK
+        end = -(-(first + stored.shape[1]) // BLOCK)
+        padded = torch.nn.functional.pad(stored.contiguous().view(torch.uint8), (first % BLOCK, 0))
+        return quantized(padded, self._scales[:, begin:end], rows.start).values()[:, first % BLOCK :]

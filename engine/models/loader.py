@@ -26,12 +26,13 @@ from safetensors import SafetensorError, safe_open
 from trueroll.errors import ModelError, brief, said
 
 from ...kernels.contract import Weight
+from ...kernels.quantization import format_of
 from ...kernels.shards import Shard, is_stack
 from ...kernels.spellings import Parts, Shape, Spellings
 from .files import check_file, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
 from .fp8 import FP8, SCALE_DTYPES, SCALES, Rows, check_scales, row_ranges, scales_shape
-from .mxfp4 import dequantize, packed_shapes
+from .mxfp4 import packed_shapes, quantized
 
 MAX_HEADER_BYTES = 20 * 2**20
 """The size limit for all headers of a checkpoint together, and for the index file. The headers of 100,000 tensors take
@@ -79,15 +80,16 @@ class Checkpoint(NamedTuple):
 
 class _Piece(NamedTuple):
     """A piece to copy, with the destination of its values: a tensor of a file, one expert's matrix in such a tensor, or
-    some rows of a matrix in FP8. `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: for a
-    matrix in FP8, the rows and the scales of the whole matrix.
+    some `rows` of a matrix that is or will be quantized. `is_swapped`: the matrix is stored with rows and columns
+    swapped. `scales`: the scales of the whole matrix, if it is stored in FP8.
     """
 
     name: str
-    expert: int | None
-    weight: Weight
-    is_swapped: bool
-    quantized: tuple[range, torch.Tensor] | None = None
+    weight: Any
+    expert: int | None = None
+    is_swapped: bool = False
+    rows: range | None = None
+    scales: torch.Tensor | None = None
 
 
 @dataclass
@@ -219,15 +221,15 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any, is_swapped: bool, scales: torch.Tensor | None) -> list[_Piece]:
-    """Return the pieces in which a tensor is copied. A stack has a piece for each held expert's matrix, and a matrix in
-    FP8 has a piece for each range of rows. Any other tensor is one piece.
+    """Return the pieces in which a tensor is copied. A stack has a piece for each held expert's matrix, and a matrix
+    that is or will be quantized has a piece for each range of rows. Any other tensor is one piece.
     """
-    if scales is not None:
-        ranges = row_ranges(tuple(weight.shape), _MAX_OPEN_BYTES)
-        return [_Piece(name, None, weight.narrow(0, rows.start, len(rows)), False, (rows, scales)) for rows in ranges]
-    if not is_stack(weight):
-        return [_Piece(name, None, weight, is_swapped)]
-    return [_Piece(name, expert, weight.narrow(0, expert, 1), is_swapped) for expert in weight.experts]
+    if is_stack(weight):
+        return [_Piece(name, weight.narrow(0, expert, 1), expert, is_swapped) for expert in weight.experts]
+    if scales is None and format_of(weight) is None:
+        return [_Piece(name, weight)]
+    ranges = row_ranges(tuple(weight.shape), _MAX_OPEN_BYTES)
+    return [_Piece(name, weight.narrow(0, rows.start, len(rows)), rows=rows, scales=scales) for rows in ranges]
 
 
 def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
@@ -236,27 +238,35 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
     """
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
-        name, expert, weight, is_swapped, quantized = pieces.pop()
-        if quantized is not None:
-            rows, scales = quantized
-            num_bytes += _dequantize(Rows(opened.get_slice(name), scales, rows), weight)
-            continue
-        if expert is None and isinstance(weight, Shard):
-            num_bytes += weight.read(opened.get_slice(name))
-            continue
-        tensor = opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert : expert + 1]
-        weight.copy_(tensor.transpose(1, 2) if is_swapped else tensor)
-        num_bytes += tensor.nbytes
+        piece = pieces.pop()
+        stored, weight, rows = opened.get_slice(piece.name), piece.weight, piece.rows
+        if rows is not None and piece.scales is not None:
+            num_bytes += _copy_fp8(Rows(stored, piece.scales, rows), weight)
+        elif rows is None and piece.expert is None and isinstance(weight, Shard):
+            num_bytes += weight.read(stored)
+        else:
+            tensor = stored[_part_of(piece)] if rows or piece.expert is not None else opened.get_tensor(piece.name)
+            weight.copy_(tensor.transpose(1, 2) if piece.is_swapped else tensor)
+            num_bytes += tensor.nbytes
     return num_bytes
 
 
-def _dequantize(rows: Rows, weight: Any) -> int:
-    """Copy rows of a matrix in FP8. Return the number of bytes that were read: one byte for each element."""
-    if isinstance(weight, Shard):
+def _part_of(piece: _Piece) -> slice:
+    if piece.rows is not None:
+        return slice(piece.rows.start, piece.rows.stop)
+    assert piece.expert is not None, "a piece is rows, an expert's matrix or a whole tensor"
+    return slice(piece.expert, piece.expert + 1)
+
+
+def _copy_fp8(rows: Rows, weight: Any) -> int:
+    """Copy rows of a matrix in FP8, as they are stored if the weight has the same format. Return the number of bytes
+    that were read: one byte for each element.
+    """
+    if isinstance(weight, Shard) and weight.format is None:
         return weight.read(rows) // torch.float32.itemsize
-    values = rows[:]
-    weight.copy_(values)
-    return values.numel()
+    found = rows.quantized()
+    weight.copy_(found if format_of(weight) is found.format else found.values())
+    return found.shape.numel()
 
 
 def _read_scales(found: Mapping[str, _Found]) -> dict[str, torch.Tensor]:
@@ -301,10 +311,14 @@ def _unpack(blocks: _Found, scales: _Found, stack: Any) -> int:
                 stored = [tensor[expert : expert + 1] for tensor in tensors]
                 num_bytes += sum(each.nbytes for each in stored)
                 try:
-                    matrices = dequantize(*stored)
+                    found = quantized(*(each[0] for each in stored))
                 except ValueError as error:
                     raise _damaged(scales, f"expert {expert}: ", error) from None
-                stack.narrow(0, expert, 1).copy_(matrices.transpose(1, 2) if stack.layout.transposed else matrices)
+                if format_of(stack) is found.format:
+                    stack.put_quantized(expert, found)
+                    continue
+                matrix = found.values()[None]
+                stack.narrow(0, expert, 1).copy_(matrix.transpose(1, 2) if stack.layout.transposed else matrix)
     return num_bytes
 
 

@@ -3,7 +3,7 @@
 Each row of a matrix is divided into blocks of 32 numbers. The numbers of a block share a scale, which is stored in one
 byte: `2 ** (byte-127)`, or NaN for byte 255. A number has 4 bits: a sign and one of eight magnitudes. A byte stores two
 numbers, the first in the lower 4 bits. A stack of E matrices [R, C] is stored as two tensors of uint8: `BLOCKS` [E, R,
-C / 32, 16] and `SCALES` [E, R, C / 32].
+C / 32, 16] and `SCALES` [E, R, C / 32]. The format is `mxfp4` of `kernels.quantization`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.quantization import FORMATS, Quantized
+
 BLOCKS, SCALES = "_blocks", "_scales"
 """The suffixes that are appended to the name of a stack to name its two tensors."""
 _BLOCK = 32
 _NAN_SCALE = 255
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 
 
 def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -31,14 +31,11 @@ def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
     return {name + BLOCKS: (*rows, columns // _BLOCK, _BLOCK // 2), name + SCALES: (*rows, columns // _BLOCK)}
 
 
-def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the matrices [E, R, C] in float32.
-
-    The values are also exact in bfloat16, except with the smallest and the largest scales. Raise ValueError if a scale
-    is NaN.
+def quantized(blocks: Tensor, scales: Tensor) -> Quantized:
+    """Return one matrix [R, C]. `blocks`: [R, C / 32, 16]. `scales`: [R, C / 32]. Raise ValueError if a scale is
+    NaN.
     """
     if num_nan := int((scales == _NAN_SCALE).sum()):
         raise ValueError(f"{num_nan} of {scales.numel()} scales are NaN (byte {_NAN_SCALE})")
-    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    values = _VALUES[halves.int()]
-    return torch.ldexp(values, scales.int().sub_(127)[..., None]).flatten(-2)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    return Quantized(FORMATS["mxfp4"], codes, scales)

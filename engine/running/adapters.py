@@ -35,7 +35,7 @@ from ..cache.memory import Arena
 from ..commits import Adapter, Commit
 from ..models.decoder import Decoder, Owner
 from .weight_memory import LocalWeights
-from .weights import Factors, WeightStore
+from .weights import Factors, WeightStore, refuse_adapters
 
 
 class AdapterStaging:
@@ -64,6 +64,7 @@ class AdapterStaging:
         Raise ValueError if the base weights are incomplete, if no weight or a weight of the vision tower is adapted, or
         if the adapter does not fit into the budget.
         """
+        refuse_adapters(self._store.model.spec)
         if not alone or not self._store.is_whole or not weights:
             raise ValueError("staging: a named adapter needs A and B alone, and complete base weights")
         owners = self._store.model.owners

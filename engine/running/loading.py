@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,12 @@ import torch
 
 from trueroll.errors import ConfigError, ModelError, brief
 
-from ...kernels.contract import Backend
+from ...kernels.cache_formats import AUTO
+from ...kernels.contract import Backend, Weight
 from ...kernels.families import describe
 from ...kernels.pieces import with_pieces
+from ...kernels.precision import NONE, stored_in, with_kv_cache_dtype, with_quantization
+from ...kernels.quantization import format_of
 from ...kernels.ranks import RankedOps, part_of, stage_of
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec, is_of_mtp
@@ -73,8 +76,9 @@ class LoadedModel:
 class EngineInfo:
     """The properties and limits of an engine, fixed at start-up.
 
-    `isa`: the instruction set that the backend uses. `pieces`: as in `DecoderSpec`. `backend_note`: the reason why a
-    faster backend is not used, or empty. `torch_version`: the version of the torch package.
+    `isa`: the instruction set that the backend uses. `pieces`, `quantization`, `kv_cache_dtype`: as in `DecoderSpec`.
+    `backend_note`: the reason why a faster backend is not used, or empty. `torch_version`: the version of the torch
+    package.
 
     `windows`: the attention windows of the model's layers, in tokens. In `windows`, None stands for the layers without
     a window, and comes first. Layers with the same window share a pool of blocks. `num_blocks`: the number of KV blocks
@@ -142,6 +146,8 @@ class EngineInfo:
     max_image_patches: int = 0
     adapter_bytes: int = 0
     llguidance: str | None = None
+    quantization: str = NONE
+    kv_cache_dtype: str = AUTO
 
     @property
     def num_slots(self) -> int:
@@ -221,7 +227,17 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
     checkpoint = check_checkpoint(plan.folder, tensors, outline.ignored_tensors(), *names)
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
-    if checkpoint.scales:
+    if plan.spec.kv_cache_dtype not in (AUTO, *plan.backend.ops.CACHE_FORMATS):
+        log.warning(
+            "kv_cache_dtype: the backend %s stores the values of %s in %s, so the KV cache takes as much memory as "
+            "with auto",
+            plan.backend.name,
+            plan.spec.kv_cache_dtype,
+            _name(plan.dtype),
+        )
+    if config.quantization == "auto":
+        _check_stored(plan, checkpoint, tensors)
+    elif checkpoint.scales and plan.spec.quantization == NONE:
         log.warning(
             "%s: %d matrices are stored in FP8 and are dequantized to %s; pushes must be in %s too, without scales",
             plan.folder,
@@ -230,6 +246,20 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
             _name(plan.dtype),
         )
     return AllocatedModel(_allocate(plan, place), checkpoint)
+
+
+def _check_stored(plan: _Plan, checkpoint: Checkpoint, tensors: Mapping[str, Weight]) -> None:
+    """Raise ConfigError if `auto` would quantize a weight that the checkpoint does not store in the format."""
+    stored = checkpoint.scales.keys() | checkpoint.packed.keys()
+    stacks = {part.stack for name in stored if (part := checkpoint.spellings.part(name)) is not None}
+    plain = [name for name, each in tensors.items() if format_of(each) and name not in stored and name not in stacks]
+    if plain:
+        raise ConfigError(
+            f"quantization: auto would quantize {len(plain)} weights that {plan.folder} does not store in "
+            f"{plan.spec.quantization}, such as {plain[0]}; set quantization to {plan.spec.quantization}, or to none",
+            field="quantization",
+            value="auto",
+        )
 
 
 def outline(config: EngineConfig) -> Decoder:
@@ -263,7 +293,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
     spec = model.spec.serving(loaded.drafts_with_mtp(config), model.spec.serves_tower)
-    sizes = Sizes.of(spec, Storage.of(model.dtype, model.ops.HOLDS_VALUES), config.block_size, config.num_drafts)
+    storage = Storage.of(model.dtype, model.ops.HOLDS_VALUES, model.ops.CACHE_FORMATS)
+    sizes = Sizes.of(spec, storage, config.block_size, config.num_drafts)
     routes = route_format(model.spec)
     plan = plan_memory(config, sizes, max_model_len, available, routes.row_bytes if routes else 0)
     return EngineInfo(
@@ -274,6 +305,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         backend=loaded.backend.name,
         isa=loaded.backend.ops.instruction_set(),
         pieces=model.spec.pieces,
+        quantization=model.spec.quantization,
+        kv_cache_dtype=model.spec.kv_cache_dtype,
         torch_version=str(torch.__version__),
         backend_note=loaded.backend.note,
         num_threads=torch.get_num_threads(),
@@ -322,6 +355,8 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], links: Links
     spec = _describe(folder, raw)
     if config.pieces is not None:
         spec = with_pieces(spec, config.pieces)
+    spec = with_quantization(spec, stored_in(raw) if config.quantization == "auto" else config.quantization)
+    spec = with_kv_cache_dtype(spec, config.kv_cache_dtype)
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)

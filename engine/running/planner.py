@@ -28,8 +28,9 @@ class Storage:
     """The element sizes of each kind of memory, in bytes.
 
     `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's tail, and of hidden states.
-    `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `holds_values`:
-    as `Backend.HOLDS_VALUES`.
+    `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `holds_values`,
+    `cache_formats`: as `Backend.HOLDS_VALUES` and `Backend.CACHE_FORMATS`. Keys and values that the backend stores in
+    one of its formats have the size of that format instead of `kv` and `kv_head`.
     """
 
     kv: int
@@ -37,15 +38,18 @@ class Storage:
     state: int = 4
     kv_head: int = 0
     holds_values: bool = True
+    cache_formats: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, dtype: torch.dtype, holds_values: bool = True) -> Storage:
+    def of(cls, dtype: torch.dtype, holds_values: bool = True, cache_formats: frozenset[str] = frozenset()) -> Storage:
         """Return the element sizes for a worker that computes in `dtype`."""
-        return cls(dtype.itemsize, dtype.itemsize, holds_values=holds_values)
+        return cls(dtype.itemsize, dtype.itemsize, holds_values=holds_values, cache_formats=cache_formats)
 
     def cached_bytes(self, mixer: CachedSpec) -> int:
         """Return the size of a token's keys and values in a layer."""
         key, value = mixer.cached_sizes
+        if (format := mixer.cache_format) is not None and format.name in self.cache_formats:
+            return mixer.num_kv_heads * (format.row_bytes(mixer.key_sizes) + format.row_bytes((value,)))
         sizes = [key] if isinstance(mixer, LatentSpec) and not self.holds_values else [key, value]
         return mixer.num_kv_heads * sum(size * self.kv + self.kv_head for size in sizes)
 

@@ -24,8 +24,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ...kernels.contract import Weight
-from ...kernels.specs import MTP_PREFIX
+from ...kernels.contract import Backend, Weight
+from ...kernels.precision import NONE
+from ...kernels.quantization import format_of, refuse_elements
+from ...kernels.specs import MTP_PREFIX, DecoderSpec
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
@@ -53,6 +55,31 @@ class Factors(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+
+
+def refuse_adapters(spec: DecoderSpec) -> None:
+    """Raise ValueError for quantized weights. An adapter that comes alone is added to base weights, and the worker does
+    not keep the base weights that a trainer has.
+    """
+    if spec.quantization != NONE:
+        raise ValueError(
+            f"adapters: a worker with weights in {spec.quantization} does not keep the base weights, to which adapters "
+            "are added; push with adapters=False, which also sends the base weights"
+        )
+
+
+def _merge_into(ops: Backend, out: Weight, plain: Tensor, factors: Factors) -> bool:
+    """Store a weight with a merged adapter. Return whether all values are finite; if not, `out` may be unchanged.
+
+    `plain`: the weight without the adapter; for a quantized weight, the values of its codes.
+    """
+    if format_of(out) is None:
+        return ops.merge_into(out, plain, *factors)
+    merged = ops.merge(plain, *factors)
+    is_finite = bool(merged.isfinite().all())
+    if is_finite:
+        out.copy_(merged)
+    return is_finite
 
 
 class OptionalWeights:
@@ -166,9 +193,13 @@ class WeightStore:
         """The dtype of the weights, such as `bfloat16`."""
         return _dtype_name(self.model.dtype)
 
-    @cached_property
+    @property
     def dtypes(self) -> dict[str, str]:
         """The parameters with a dtype other than `dtype`, as a map from name to dtype."""
+        return self._dtypes
+
+    @cached_property
+    def _dtypes(self) -> dict[str, str]:
         own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self.model.dtype}
         return {name: _dtype_name(found) for name, found in own.items()}
 
@@ -418,6 +449,8 @@ class WeightStaging:
             raise ValueError(
                 "staging: adapters require that the live weights are complete and that the staging is not in place"
             )
+        if alone:
+            refuse_adapters(self._store.model.spec)
         self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
@@ -459,7 +492,7 @@ class WeightStaging:
         if factors is None:
             return True
         out = store.rows(self.tensors, name) if is_staged else self.rows(name, 0, store.shape(name)[0])
-        return store.model.ops.merge_into(out, plain, *factors)
+        return _merge_into(store.model.ops, out, plain, factors)
 
     def keep_base(self, tensors: Mapping[str, Tensor]) -> None:
         """Record that the staged rows have merged adapters. `tensors`: the dense base values of the parameters that the
@@ -498,6 +531,8 @@ class WeightStaging:
         """
         if self.in_place:
             raise ValueError("staging: an in-place staging accepts only whole rows, not single elements")
+        if (format := format_of(self._store.rows(self._store.tensors, name))) is not None:
+            refuse_elements(format, indices)
         numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.dtype_of(name)
         if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
             raise ValueError(

@@ -5,7 +5,8 @@ native/kernels.h describes how the kernels keep the contract. Kernels run on `to
 Matrices are stored in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side
 by side: one float32 value per row, or, for bfloat16, two values per row, from neighbouring columns. A matrix is padded
 with rows of zeros to whole panels. A bfloat16 matrix is also padded with columns of zeros to a multiple of 32 columns.
-The same layout serves every instruction set. `copy_` packs a tensor directly into the weight's memory.
+The same layout serves every instruction set. `copy_` packs a tensor directly into the weight's memory. `quantized` has
+the layout of quantized matrices.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor, get_num_threads
 
-from .. import reference
+from .. import cache_formats, reference
 from ..contract import (
     AttentionBatch,
     AttentionWeights,
@@ -40,7 +41,8 @@ from ..contract import (
     Wanted,
     Weight,
 )
-from ..layer import project, run_layers
+from ..layer import project, run_layers, store
+from ..quantization import Format
 from ..reference import layer_norm as layer_norm
 from ..reference import prepare as prepare
 from ..reference import rope as rope
@@ -62,11 +64,16 @@ from ..specs import (
 )
 from .copies import pack_rows
 from .library import load_library
+from .quantized import FORMAT_NUMBERS, PANEL_ROWS, QuantizedWeight, check_rows
 
-PANEL_ROWS = 16
 HEAD_SECTION = 512
 HOLDS_VALUES = True
+FORMATS = frozenset(FORMAT_NUMBERS)
+CACHE_FORMATS = frozenset(cache_formats.CACHE_FORMATS)
+# The numbers of `CacheFormat` in native/common.h.
+CACHE_FORMAT_NUMBERS = {format.dtype: number for number, format in enumerate(cache_formats.CACHE_FORMATS.values(), 1)}
 _SECTION_BYTES = 32
+_SHARED_BYTES = {format.dtype: format.shared_bytes for format in cache_formats.CACHE_FORMATS.values()}
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
 # The numbers of `Activation` in native/common.h.
@@ -118,7 +125,8 @@ class PackedWeight:
         `copies.LEAST_BYTES` bytes. For `infinity` and the result see `copies.copy_bytes`.
         """
         assert rows.shape == self.shape and rows.dtype == self.dtype
-        return pack_rows(self.dtype == torch.bfloat16, rows.data_ptr(), *self.shape, self.pointer, infinity)
+        count, columns = self.shape
+        return pack_rows(self.dtype == torch.bfloat16, rows.data_ptr(), count, columns, self.pointer, infinity)
 
     def put_(self, index: Tensor, source: Tensor) -> None:
         """Overwrite the elements at these flat indices (int64) of the matrix [rows, columns]. Raise IndexError if an
@@ -138,16 +146,9 @@ class PackedWeight:
         """Return rows [start, start + length) as a weight that shares this weight's memory. Raise ValueError unless the
         first row begins a panel, and the last row ends a panel or is the last row of the weight.
         """
-        end = start + length
         if dim == 0 and start == 0 and length == self.shape[0]:
             return self
-        if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
-            raise ValueError(
-                f"a slice of weight rows must begin and end at multiples of {PANEL_ROWS}, in dim 0 (got [{start}, "
-                f"{end}) in dim {dim})"
-            )
-        if not 0 <= start <= end <= self.shape[0]:
-            raise ValueError(f"a slice of weight rows must lie in [0, {self.shape[0]}) (got [{start}, {end}))")
+        check_rows(self.shape[0], dim, start, length)
         return PackedWeight(length, self.shape[1], self.data.narrow(0, start, _whole_panels(length)))
 
     def to_dense(self) -> Tensor:
@@ -158,6 +159,9 @@ class PackedWeight:
 
     def _arguments(self, source: int, destination: int) -> tuple[int, ...]:
         return (self.dtype == torch.bfloat16, source, destination, *self.shape)
+
+
+Stored: TypeAlias = PackedWeight | QuantizedWeight
 
 
 class PackedLayers(tuple[Layer, ...]):
@@ -232,7 +236,8 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
     pairs = (spec.head_dim if spec.rotated is None else spec.rotated) // 2
     turning = spec.rotation, pairs, spec.interleaved
-    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, *turning, spec.output_gate
+    format = 0 if spec.cache_format is None else CACHE_FORMAT_NUMBERS[spec.cache_format.dtype]
+    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, *turning, spec.output_gate, format
 
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
@@ -319,9 +324,21 @@ def _layer_numbers(layer: Layer) -> tuple[float, ...]:
     mlp = (inner.intermediate_size, ACTIVATIONS[inner.activation])
     pieces = layer.mlp_pieces.count, layer.mixer_pieces.length, layer.mlp_pieces.length
     others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(inner), *pieces, spec.residual_scale
+    others = *others, *_layer_formats(layer)
     if isinstance(mixer, AttentionSpec):
         return False, *attention_numbers(mixer), *others
     return True, *_delta_net_numbers(mixer), *others
+
+
+def _layer_formats(layer: Layer) -> tuple[int, ...]:
+    """Return the values of `LayerFormats`, in the order of the struct's fields."""
+    mixer, mlp = cast(tuple[Any, Any], (layer.mixer, layer.mlp))
+    inputs = mixer.inputs if isinstance(mixer, DeltaNetWeights) else (mixer.q, mixer.k, mixer.v, None)
+    is_mixture = isinstance(mlp, ExpertsWeights)
+    dense = mlp.shared if is_mixture else mlp
+    of_mlp = (None,) * 3 if dense is None else (dense.gate, dense.up, dense.down)
+    of_experts = (mlp.gate_up, mlp.down) if is_mixture else (None,) * 2
+    return tuple(map(_format, (*inputs, mixer.o, *of_mlp, *of_experts)))
 
 
 def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
@@ -342,7 +359,7 @@ def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
     `AttentionNumbers`.
     """
     sizes = spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.kernel_size
-    return *sizes, *_norm_numbers(spec.norm), *[0.0] * 6
+    return *sizes, *_norm_numbers(spec.norm), *[0.0] * 7
 
 
 def _norm_numbers(norm: NormSpec | None) -> tuple[float, ...]:
@@ -350,7 +367,12 @@ def _norm_numbers(norm: NormSpec | None) -> tuple[float, ...]:
 
 
 def _panels(weight: Weight) -> Tensor:
-    return cast(PackedWeight, weight).data
+    return cast(Stored, weight).data
+
+
+def _format(weight: Weight | None) -> int:
+    """Return the number of a weight's `Format` in native/common.h; 0 for None."""
+    return FORMAT_NUMBERS[weight.format.name] if isinstance(weight, QuantizedWeight) else 0
 
 
 def _place(tensor: Tensor | None) -> tuple[torch.UntypedStorage | None, int]:
@@ -376,7 +398,11 @@ def instruction_set() -> str:
     return _library.instruction_set()
 
 
-def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedWeight:
+def new_weight(
+    rows: int, columns: int, empty: Callable[..., Tensor], format: Format | None = None, unit: int | None = None
+) -> PackedWeight | QuantizedWeight:
+    if format is not None:
+        return QuantizedWeight.new(rows, columns, empty, format, unit)
     return PackedWeight.new(rows, columns, empty)
 
 
@@ -392,14 +418,16 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def merge_into(out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
-    if not isinstance(out, PackedWeight):  # the matrices of the heads of latent attention
+    if not isinstance(out, PackedWeight):  # a quantized weight, or the matrices of the heads of latent attention
         merged = merge(weight, a, b, scale)
-        out.copy_(merged)
-        return bool(merged.isfinite().all())
-    weight, a, b, is_finite = weight.contiguous(), a.float().contiguous(), b.float().contiguous(), ctypes.c_bool()
+        is_finite = bool(merged.isfinite().all())
+        if is_finite or not isinstance(out, QuantizedWeight):
+            out.copy_(merged)
+        return is_finite
+    weight, a, b, finite = weight.contiguous(), a.float().contiguous(), b.float().contiguous(), ctypes.c_bool()
     inputs = weight.data_ptr(), *weight.shape, a.data_ptr(), b.data_ptr(), len(a), scale
-    _library.merge_into(_is_bfloat16(weight), *inputs, out.pointer, ctypes.addressof(is_finite))
-    return is_finite.value
+    _library.merge_into(_is_bfloat16(weight), *inputs, out.pointer, ctypes.addressof(finite))
+    return finite.value
 
 
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
@@ -425,7 +453,7 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor,
     return cosines, sines
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Stored, bias: Tensor | None = None) -> Tensor:
     return project_back(x, weight, None, bias)
 
 
@@ -438,20 +466,21 @@ def head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def project_back(
-    x: Tensor, weight: PackedWeight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
+    x: Tensor, weight: Stored, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
 ) -> Tensor:
     x, rows = x.contiguous(), weight.shape[0]
     bias, residual = _contiguous(bias), _contiguous(residual)
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
     extras = _pointer(bias), _pointer(residual), pieces.count, pieces.length
-    _library.linear(*_rows(x), weight.pointer, rows, *extras, out.data_ptr())
+    _library.linear(*_rows(x), weight.pointer, _format(weight), rows, *extras, out.data_ptr())
     return out
 
 
-def back_sums(x: Tensor, weight: PackedWeight, pieces: Pieces) -> Tensor:
+def back_sums(x: Tensor, weight: Stored, pieces: Pieces) -> Tensor:
     x, rows = x.contiguous(), weight.shape[0]
     out = torch.empty(x.shape[0], rows, dtype=torch.float32)
-    _library.back_sums(*_rows(x), weight.pointer, rows, pieces.count, pieces.length, out.data_ptr())
+    matrix = weight.pointer, _format(weight), rows
+    _library.back_sums(*_rows(x), *matrix, pieces.count, pieces.length, out.data_ptr())
     return out
 
 
@@ -464,10 +493,11 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def gate_up(x: Tensor, gate: PackedWeight, up: PackedWeight, activation: Activation) -> Tensor:
+def gate_up(x: Tensor, gate: Stored, up: Stored, activation: Activation) -> Tensor:
     x, rows = x.contiguous(), gate.shape[0]
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
-    _library.gate_up(*_rows(x), gate.pointer, up.pointer, rows, ACTIVATIONS[activation], out.data_ptr())
+    matrices = gate.pointer, _format(gate), up.pointer, _format(up)
+    _library.gate_up(*_rows(x), *matrices, rows, ACTIVATIONS[activation], out.data_ptr())
     return out
 
 
@@ -499,7 +529,8 @@ def experts(
     stacks = stack_tensors(weights, spec.num_experts)
     stacks = [*map(_contiguous, stacks)]
     _library.experts(
-        *(*_rows(x), *map(_pointer, stacks), spec.num_experts, spec.intermediate_size, spec.top_k),
+        *(*_rows(x), *map(_pointer, stacks), _format(weights.gate_up), _format(weights.down)),
+        *(spec.num_experts, spec.intermediate_size, spec.top_k),
         *(spec.gated, ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
     )
     return out
@@ -512,7 +543,8 @@ def expert_sums(
     inputs, (first, count) = (experts.contiguous(), gates.contiguous()), spec.own
     stacks = [*map(_contiguous, stack_tensors(weights, count))]
     _library.expert_sums(
-        *(*_rows(x), *map(_pointer, stacks), first, count, spec.intermediate_size, spec.top_k),
+        *(*_rows(x), *map(_pointer, stacks), _format(weights.gate_up), _format(weights.down)),
+        *(first, count, spec.intermediate_size, spec.top_k),
         *(spec.gated, ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
     )
     return out
@@ -527,9 +559,10 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if spec.gate_apart or (spec.output_gate and spec.qk_norm_over_heads):
+    is_rounded = spec.cache_format is not None and k_cache.dtype == x.dtype
+    if spec.gate_apart or (spec.output_gate and spec.qk_norm_over_heads) or is_rounded:
         q, k, v = project(_SELF, x, spec, weights, rotation)
-        write_kv(k, v, k_cache, v_cache, slots)
+        store(_SELF, spec, k, v, k_cache, v_cache, slots)
         return q
     x, slots = x.contiguous(), slots.contiguous()
     turns = [*map(_contiguous, rotation)]
@@ -537,7 +570,8 @@ def qkv(
     tensors = [*map(_contiguous, qkv_tensors(weights))]
     pointers, numbers = array("Q", [_pointer(tensor) or 0 for tensor in tensors]), array("d", attention_numbers(spec))
     _library.qkv(
-        *(*_rows(x), _address(numbers), _address(pointers), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(*_rows(x), _address(numbers), _address(pointers), *map(_format, (weights.q, weights.k, weights.v))),
+        *(k_cache.data_ptr(), v_cache.data_ptr()),
         *(*map(_pointer, turns), slots.data_ptr(), k_cache.shape[1], q.data_ptr()),
     )
     return q
@@ -545,8 +579,11 @@ def qkv(
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
-    caches = k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[1:], v_cache.shape[3]
-    _library.write_kv(_is_bfloat16(k), k.data_ptr(), v.data_ptr(), slots.data_ptr(), len(slots), *caches)
+    format = CACHE_FORMAT_NUMBERS.get(k_cache.dtype, 0)
+    _library.write_kv(
+        *(get_num_threads(), _is_bfloat16(k), k.data_ptr(), v.data_ptr(), slots.data_ptr(), len(slots)),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), format, *k_cache.shape[1:3], k.shape[2], v.shape[2]),
+    )
 
 
 def paged_attention(
@@ -560,13 +597,15 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     sinks = _contiguous(sinks)
-    q, out = q.contiguous(), torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype)
+    q, (_, block_size, kv_heads, value_dim) = q.contiguous(), v_cache.shape
+    if format := CACHE_FORMAT_NUMBERS.get(k_cache.dtype, 0):
+        value_dim -= _SHARED_BYTES[k_cache.dtype]
+    out = torch.empty(*q.shape[:2], value_dim, dtype=q.dtype)
     starts, lens = array("q", batch.query_starts), array("q", batch.context_lens)
     tables, ends = batch.block_tables.contiguous(), _contiguous(batch.ends)
-    _, block_size, kv_heads, head_dim = k_cache.shape
     _library.attention(
-        *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
-        *(q.shape[1], kv_heads, head_dim, v_cache.shape[3], block_size),
+        *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), format),
+        *(q.shape[1], kv_heads, q.shape[2], value_dim, block_size),
         *(len(lens), _address(starts), _address(lens), tables.data_ptr(), tables.shape[1], _pointer(ends)),
         *(scale, window or 0, soft_cap or 0.0, _pointer(sinks), out.data_ptr()),
     )

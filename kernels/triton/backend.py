@@ -19,7 +19,7 @@ from torch import Tensor
 from trueroll.errors import ConfigError
 
 from ..contract import AttentionWeights, Backend, Rotation
-from ..layer import project, run_layers
+from ..layer import project, run_layers, store
 from ..reference import embedding as embedding
 from ..reference import merge as merge
 from ..reference import merge_into as merge_into
@@ -64,6 +64,8 @@ from .rows import write_kv as write_kv
 _SELF = cast(Backend, sys.modules[__name__])
 HEAD_SECTION = SECTION
 HOLDS_VALUES = False
+FORMATS: frozenset[str] = frozenset()
+CACHE_FORMATS: frozenset[str] = frozenset()
 
 
 def instruction_set() -> str:
@@ -113,9 +115,10 @@ def qkv(
     slots: Tensor,
 ) -> Tensor:
     is_partly_rotated, is_plain = spec.rotated is not None, rotation.q_scale is None and not spec.interleaved
-    if spec.qk_norm_over_heads or spec.output_gate or is_partly_rotated or not is_plain:
+    is_rounded = spec.cache_format is not None
+    if spec.qk_norm_over_heads or spec.output_gate or is_partly_rotated or is_rounded or not is_plain:
         q, k, v = project(_SELF, x, spec, weights, rotation)
-        write_kv(k, v, k_cache, v_cache, slots)
+        store(_SELF, spec, k, v, k_cache, v_cache, slots)
         return q
     parts = qkv_parts(x, cast(tuple[Tensor, Tensor, Tensor], (weights.q, weights.k, weights.v)))
     return qkv_epilogue(parts, weights.biases, weights.qk_norms, spec.qk_norm, rotation[:2], k_cache, v_cache, slots)

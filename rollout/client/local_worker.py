@@ -22,7 +22,7 @@ from trueroll.errors import WorkerFailedError
 
 from ...engine.config import EngineConfig
 from ...engine.models.names import check_model
-from ..config import WorkerConfig
+from ..config import WorkerConfig, check_saving
 from ..protocol.error_codes import error_from_code
 
 # -P keeps the current folder off the import path. In a clone of trueroll, the folder `kernels` would shadow an
@@ -147,5 +147,6 @@ def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any
     """
     of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
     worker, engine = WorkerConfig(**of_worker), EngineConfig(model=model, **settings)
+    check_saving(worker, engine)
     check_model(model)
     return WorkerProcess(worker, engine, startup_timeout)

@@ -80,6 +80,14 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
             "the whole fleet"
         )
     engine = EngineConfig(model=fleet.model, **{name: settings[name] for name in of_engine & settings.keys()})
+    if not engine.keeps_values:
+        raise ConfigError(
+            f"quantization: {engine.quantization} is not supported in a fleet, because a fleet gives a restarted "
+            "worker the weights of another worker, which do not have the same bits after they are quantized again; "
+            "use another quantization",
+            field="quantization",
+            value=engine.quantization,
+        )
     return fleet, worker, engine
 
 

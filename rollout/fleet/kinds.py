@@ -15,7 +15,10 @@ from trueroll.errors import ConfigError
 
 from .links import Link
 
-KIND = ("architecture", "vocab_size", "backend", "isa", "pieces", "dtype", "torch_version", "llguidance")
+KIND = (
+    *("architecture", "vocab_size", "backend", "isa", "pieces", "quantization", "kv_cache_dtype"),
+    *("dtype", "torch_version", "llguidance"),
+)
 """Fields of `Health.engine` that determine the bits of a sample, together with the weights and the request."""
 
 log = logging.getLogger(__name__)

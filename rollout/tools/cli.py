@@ -21,10 +21,10 @@ import typer
 
 from trueroll.errors import LINES, ConfigError, TruerollError, printable
 
-from ...engine.config import BackendName, Dtype, EngineConfig, defaults_of
+from ...engine.config import BackendName, Dtype, EngineConfig, KvCacheDtype, Quantization, defaults_of
 from ...engine.models.names import HUB, check_model, find_config
 from ...engine.request import SamplingParams
-from ..config import WorkerConfig, address_hint
+from ..config import WorkerConfig, address_hint, check_saving
 from ..http.config import HttpConfig
 from ..logs import log_to_stderr
 from . import options
@@ -116,6 +116,8 @@ Address = Annotated[
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help=options.KERNELS["dtype"])]
+KvCacheOption = Annotated[KvCacheDtype, typer.Option(help=options.KERNELS["kv_cache_dtype"])]
+QuantizationOption = Annotated[Quantization, typer.Option(help=options.KERNELS["quantization"])]
 Device = Annotated[str, typer.Option(help=options.KERNELS["device"])]
 Backend = Annotated[BackendName, typer.Option(help=options.KERNELS["backend"])]
 Threads = Annotated[int | None, typer.Option(help=options.KERNELS["num_threads"])]
@@ -152,6 +154,7 @@ def serve(model: Model, **settings: Any) -> None:
     """Run a worker until SIGTERM or Ctrl-C. Prints one line when the worker is ready; logs go to stderr."""
     worker_config = WorkerConfig(**{name: settings[name] for name in names_of(options.WORKER)})
     engine_config = EngineConfig(model=model, **{name: settings[name] for name in names_of(options.ENGINE)})
+    check_saving(worker_config, engine_config)
     tell(f"starting a worker for {model} ...")
     from ..worker.process import load_engine
     from ..worker.process import serve as serve_requests
@@ -473,6 +476,8 @@ def demo() -> None:
 def verify(
     model: Model,
     dtype: DtypeOption = ENGINE["dtype"],
+    quantization: QuantizationOption = ENGINE["quantization"],
+    kv_cache_dtype: KvCacheOption = ENGINE["kv_cache_dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
     quick: Annotated[
@@ -494,7 +499,9 @@ def verify(
     if devices % stages:
         raise typer.BadParameter(f"--devices must be a multiple of --stages = {stages} (got {devices})")
     ranks = dict(tensor_parallel_size=devices // stages, pipeline_parallel_size=stages)
-    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend, **ranks)
+    kernels: dict[str, Any] = dict(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    kernels |= dict(device=device, backend=backend)
+    config = EngineConfig(model=model, **kernels, **ranks)
     tell(f"loading {model} ...")
     from rich.console import Console
 
@@ -534,6 +541,8 @@ def bench(
         typer.Option(help="Also measure an engine with these drafts, unless off."),
     ] = ENGINE["speculative"],
     dtype: DtypeOption = ENGINE["dtype"],
+    quantization: QuantizationOption = ENGINE["quantization"],
+    kv_cache_dtype: KvCacheOption = ENGINE["kv_cache_dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
     num_threads: Threads = ENGINE["num_threads"],
@@ -550,7 +559,9 @@ def bench(
     """Measure tokens/s, requests/s, hit rate and time to first token."""
     named = _check_one_model(model, dummy_weights, compare)
     ranks = dict(tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size)
-    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, speculative=speculative, **ranks)
+    kernels: dict[str, Any] = dict(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    kernels |= dict(device=device, backend=backend)
+    config = EngineConfig(model=named, **kernels, speculative=speculative, **ranks)
     config = config.model_copy(update=dict(num_threads=num_threads))
     if config.num_ranks > 1 and (dummy_weights is not None or compare is not None):
         raise typer.BadParameter("--dummy-weights and --compare support only one rank")
@@ -591,11 +602,15 @@ def plan(
     tensor_parallel_size: Ranks = 1,
     pipeline_parallel_size: Stages = 1,
     dtype: DtypeOption = ENGINE["dtype"],
+    quantization: QuantizationOption = ENGINE["quantization"],
+    kv_cache_dtype: KvCacheOption = ENGINE["kv_cache_dtype"],
 ) -> None:
     """Show how a worker would divide a device's memory, and the effect of other checkpoint intervals."""
     config = EngineConfig(
         model=model,
         dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

@@ -21,7 +21,9 @@ Table: TypeAlias = dict[str, dict[str, str]]
 """The help texts of settings by their names, below headings."""
 
 KERNELS = {
-    "dtype": "Dtype of weights and KV cache; auto: the dtype in config.json.",
+    "dtype": "Dtype of weights, and of the KV cache by default; auto: the dtype in config.json.",
+    "quantization": "Format in which weights are stored, such as fp8; auto: as the checkpoint stores them.",
+    "kv_cache_dtype": "How keys and values are stored: auto (the model's dtype), int8 or fp8.",
     "device": "Torch device, such as cpu or cuda.",
     "backend": "Kernels: cpu, triton (GPU) or reference; auto: the device's native kernels if they support the model.",
     "num_threads": "CPU threads; results do not depend on their number. Default: torch's choice.",

@@ -62,9 +62,10 @@ class _Asked:
     @property
     def sizes(self) -> Sizes:
         """Sizes of blocks and states of a rank."""
-        itemsize, kv_head = self.model.dtype.itemsize, 4 if self.kv_bytes == 1 else 0
-        holds_values = self.model.ops.HOLDS_VALUES
-        storage = Storage(self.kv_bytes or itemsize, itemsize, kv_head=kv_head, holds_values=holds_values)
+        kv_head = 4 if self.kv_bytes == 1 else 0
+        storage = Storage.of(self.model.dtype, self.model.ops.HOLDS_VALUES, self.model.ops.CACHE_FORMATS)
+        if self.kv_bytes is not None:
+            storage = replace(storage, kv=self.kv_bytes, kv_head=kv_head, cache_formats=frozenset())
         return Sizes.of(self.model.spec, storage, self.config.block_size, self.config.num_drafts)
 
     @property

@@ -28,6 +28,7 @@ from trueroll.errors import InvalidRequestError, printable
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
+from ...engine.models.names import resolve_model
 from ...engine.outputs.stop_strings import load_vocabulary
 from ...engine.parallel.place import config_of_rank
 from ...engine.request import (
@@ -50,6 +51,8 @@ from ...engine.running.loading import (
     tower_obstacle,
 )
 from ...engine.running.ranks import Topology
+from ...kernels.cache_formats import AUTO
+from ...kernels.precision import NONE
 from .progress import tracked
 from .verify_drafts import MOST_DRAFTED, new_drafter
 from .verify_images import AGAIN, IMAGE_LEGEND, MAX_IMAGES, ImageCell, ImageSubjects, check_image_premises, image_cells
@@ -650,6 +653,7 @@ def verify(
     Raise ConfigError or ModelError if the model cannot be loaded or divided, or its context is too short for the
     matrix.
     """
+    name, config = config.model, config.model_copy(update={"model": str(resolve_model(config.model))})
     # With the MTP module and the vision tower, if there are any.
     max_images = 0 if tower_obstacle(outline(config).spec) else MAX_IMAGES
     loaded = load_model(config.model_copy(update={"speculative": "auto", "max_images": max_images}))
@@ -663,7 +667,11 @@ def verify(
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
     on = f"{topology.text} on {loaded.model.device}" if topology.size > 1 else loaded.model.device
     arithmetic = f"{loaded.dtype_name}, {on}, {backend}, pieces {loaded.model.spec.pieces}"
-    console.print(make_table(results, f"{config.model}, {arithmetic}"))
+    if loaded.model.spec.quantization != NONE:
+        arithmetic += f", quantization {loaded.model.spec.quantization}"
+    if loaded.model.spec.kv_cache_dtype != AUTO:
+        arithmetic += f", KV cache {loaded.model.spec.kv_cache_dtype}"
+    console.print(make_table(results, f"{name}, {arithmetic}"))
     console.print(LEGEND, markup=False, highlight=False)
     if max_images:
         console.print(IMAGE_LEGEND, markup=False, highlight=False)

@@ -794,7 +794,7 @@ def test_a_fallback_is_logged_as_a_worker_logs_it(
     model = load(tiny_llama, torch.float16, "auto")
     for _ in range(2):
         token_log_probs(model, IDS)
-    assert aligned_with(model) == Arithmetic("reference", reference.instruction_set(), "float16", pieces=4)
+    assert aligned_with(model) == Arithmetic("reference", reference.instruction_set(), "float16", 4, "none", "auto")
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [f"backend reference, not a faster one: {FLOAT16_NOTE}"]
 

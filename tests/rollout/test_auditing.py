@@ -133,6 +133,16 @@ def test_another_number_of_pieces_is_found(model: Any, client: RolloutClient, ot
     )
 
 
+def test_another_kv_cache_dtype_is_found(model: Any, client: RolloutClient) -> None:
+    unalign(model)
+    align(model, kv_cache_dtype="int8")
+    text = the_cause(run(model, client), "kv_cache_dtype")
+    assert text == (
+        "the worker's kv_cache_dtype is auto, the trainer's is int8; call "
+        'align(model, kv_cache_dtype="auto"), or serve with kv_cache_dtype="int8"'
+    )
+
+
 def test_a_changed_tensor_is_found(model: Any, client: RolloutClient) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with torch.no_grad():

@@ -88,4 +88,4 @@ def _record(record: Any) -> tuple[str, str, str]:
     expect(is_known, f"checksum_algorithm is {algorithm!a:.80}, which is not supported (supported: {CHECKSUM})")
     is_digest = isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
     expect(is_digest, f"the checksum of tensor {name!a:.80} is {digest!a:.80}, not 32 hexadecimal digits")
-    return name, file, digest
+    return str(name), str(file), str(digest)

@@ -20,8 +20,10 @@ from trueroll.errors import PushError
 
 from ...kernels.spellings import Parts, Spellings
 
-ROW_MULTIPLE = 16
-"""A piece of a matrix begins at a multiple of this many rows, because native kernels store 16 rows side by side."""
+ROW_MULTIPLE = 128
+"""A piece of a matrix begins at a multiple of this many rows. Native kernels store 16 rows side by side, and workers
+quantize blocks of 128 rows.
+"""
 ALIGNMENT = 64
 """A piece begins at a multiple of this many bytes in its bucket."""
 MOST_UNDER_WAY = 2

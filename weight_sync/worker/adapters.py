@@ -23,14 +23,14 @@ def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingAre
     """Make `staging` expect adapters. Raise OtherBaseError if `adapters.base` differs from `weights` in any bit, and
     PushError if the staging has no place for the adapters.
     """
-    if adapters.base is not None:
-        _check_base(dict(adapters.base), weights, guarded)
     factors = {name: (*factor_names(name), rank, scale) for name, rank, scale in adapters.weights}
     with guarded():
         try:
             staging.adapt(factors, adapters.is_alone)
         except ValueError as error:
             raise PushError(str(error)) from None
+    if adapters.base is not None:
+        _check_base(dict(adapters.base), weights, guarded)
 
 
 class Merging:

@@ -356,7 +356,7 @@ class Assembly:
             with guarded():
                 if place is None:
                     place = self._staging.rows(piece.name, piece.start, piece.length)
-                (place if len(part) == piece.length else place.narrow(0, start, len(part))).copy_(part)
+                _write(piece, place if len(part) == piece.length else place.narrow(0, start, len(part)), part)
 
     def _take_elements(self, piece: Elements, data: torch.Tensor, guarded: Guarded) -> None:
         tally, passed, split = self._tally(piece), self._new_pass(piece), _values_start(piece)
@@ -366,7 +366,10 @@ class Assembly:
         self._inspect_elements(piece, tally, data)
         indices = _indices(piece, data)
         with guarded():
-            self._staging.put(piece.name, indices.to(torch.int64), self._values(piece, data))
+            try:
+                self._staging.put(piece.name, indices.to(torch.int64), self._values(piece, data))
+            except ValueError as error:
+                raise PushError(f"{piece.name}: {error}; push again without sparse=True") from None
         tally.arrived += piece.count
         tally.last_index = int(indices[-1]) if piece.count else tally.last_index
 
@@ -384,6 +387,14 @@ class Assembly:
             if not is_right:
                 expected = f"strictly ascending indices in [{tally.last_index + 1}, {size})"
                 raise _wrong(piece, expected, f"{first} to {last}, or some out of order")
+
+
+def _write(piece: Rows, place: Any, values: torch.Tensor) -> None:
+    """Write rows. Raise PushError for values that a quantized weight cannot store."""
+    try:
+        place.copy_(values)
+    except ValueError as error:
+        raise PushError(f"{piece.name}: {error}; nothing of this push is served") from None
 
 
 def content_of(piece: Piece, data: torch.Tensor) -> torch.Tensor:

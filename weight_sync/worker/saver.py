@@ -42,7 +42,7 @@ from .assembly import Assembly, Destination, StagingArea, content_of
 from .saved_folder import SavedFolder, SavedPush, SavedRecord
 
 CHUNK_BYTES = 4 * 2**20
-"""Size of a chunk, unless 16 rows of a matrix or one matrix of a stack are larger."""
+"""Size of a chunk, unless 128 rows of a matrix or one matrix of a stack are larger."""
 RETRY_SECONDS = 60.0
 """Time after a failed write until the same weights are written again."""
 NICENESS = 10

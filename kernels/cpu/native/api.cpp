@@ -110,17 +110,19 @@ void with_type(int is_bfloat16, const Body& body) {
 
 struct Sizes {
     long heads, kv_heads, head_dim, value_dim, block_size;
+    CacheFormat format;
 
     template <class T>
     Caches<T> caches(const CachePointers& at) const {
-        return {as<T>(at.keys), as<T>(at.values), block_size, kv_heads, head_dim, value_dim};
+        return {as<T>(at.keys), as<T>(at.values), block_size, kv_heads, head_dim, value_dim, format};
     }
 };
 
 Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
     const auto whole = [](double number) { return static_cast<long>(number); };
     const long head_dim = whole(numbers.head_dim);
-    return {whole(numbers.heads), whole(numbers.kv_heads), head_dim, head_dim, block_size};
+    const CacheFormat format = static_cast<CacheFormat>(static_cast<int>(numbers.cache_format));
+    return {whole(numbers.heads), whole(numbers.kv_heads), head_dim, head_dim, block_size, format};
 }
 
 // The window, cap and sinks of attention scores. `window` and `soft_cap`: 0 for none.
@@ -138,6 +140,10 @@ struct Batch {
     const int64_t* ends;
 };
 
+// Returns the format with a number of the interface.
+template <class Number>
+Format format_of(Number number) { return static_cast<Format>(static_cast<int>(number)); }
+
 template <class T>
 Input<T> input(const void* x, long count, long columns, const Norm<T>& norm = {}) {
     return {as<const T>(x), count, columns, norm};
@@ -150,8 +156,8 @@ Norm<T> norm_of(const void* weight, double eps, double zero_centered) {
 
 template <class T>
 QkvArgs<T> qkv_args(
-    const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from, const CachePointers& caches,
-    const RotationPointers& rotation, const int64_t* slots, long block_size
+    const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from, const double* formats,
+    const CachePointers& caches, const RotationPointers& rotation, const int64_t* slots, long block_size
 ) {
     const Sizes sizes = sizes_of(numbers, block_size);
     QkvArgs<T> args = {};
@@ -159,7 +165,7 @@ QkvArgs<T> qkv_args(
     for (long part = 0; part < 3; ++part) {
         const long heads = numbers.is_gated != 0.0 ? 2 * sizes.heads : sizes.heads;
         const long rows = (part == 0 ? heads : sizes.kv_heads) * sizes.head_dim;
-        args.weights[part] = {as<T>(from.weights[part]), rows, x.columns};
+        args.weights[part] = {as<T>(from.weights[part]), rows, x.columns, format_of(formats[part])};
         args.biases[part] = as<const T>(from.biases[part]);
     }
     for (long part = 0; part < 2; ++part)
@@ -202,7 +208,7 @@ struct LayerRun {
 template <class T>
 DeltaNetArgs<T> delta_net_args(
     const LayerRun& run, const Input<T>& x, const DeltaNetNumbers& numbers, const DeltaNetPointers& from,
-    const MemoryPointers& memory
+    const double* formats, const MemoryPointers& memory
 ) {
     const auto whole = [](double number) { return static_cast<long>(number); };
     DeltaNetArgs<T> args = {};
@@ -215,8 +221,10 @@ DeltaNetArgs<T> delta_net_args(
     const long channels = args.delta_rule.channels(), heads = args.delta_rule.value_heads;
     const long rows[] = {channels, heads * args.delta_rule.value_dim, heads, heads};
     T* const out[] = {as<T>(run.projected), as<T>(run.gates), b, a};
-    for (long i = 0; i < 4; ++i)
-        args.inputs[i] = {x, {as<T>(from.inputs[i]), rows[i], x.columns}, nullptr, nullptr, out[i]};
+    for (long i = 0; i < 4; ++i) {
+        const Matrix<T> weight = {as<T>(from.inputs[i]), rows[i], x.columns, format_of(formats[i])};
+        args.inputs[i] = {x, weight, nullptr, nullptr, out[i]};
+    }
     args.convolve = {
         out[0], as<const T>(from.convolution), nullptr, channels, whole(numbers.kernel), as<T>(memory.recurrent.tails),
         run.states, as<T>(run.convolved)
@@ -242,7 +250,10 @@ MixtureArgs<T> mixture_args(
 ) {
     const long k = run.k, E = static_cast<long>(numbers.experts), n = static_cast<long>(numbers.intermediate);
     const long shared = static_cast<long>(numbers.shared);
-    const auto matrix = [](const void* data, long rows, long columns) { return Matrix<T>{as<T>(data), rows, columns}; };
+    const auto matrix = [](const void* data, long rows, long columns, double format = 0.0) {
+        return Matrix<T>{as<T>(data), rows, columns, format_of(format)};
+    };
+    const LayerFormats& formats = numbers.formats;
     MixtureArgs<T> args = {};
     args.x = x;
     args.router = matrix(from.router, E, k), args.router_bias = as<const T>(from.router_bias);
@@ -251,13 +262,16 @@ MixtureArgs<T> mixture_args(
     const long held = static_cast<long>(numbers.held);
     args.experts.count = run.count, args.experts.experts = held, args.experts.top_k = static_cast<long>(numbers.top_k);
     args.experts.first = static_cast<long>(numbers.first_held);
-    args.experts.gate_up = matrix(from.gate_up, held * 2 * n, k), args.experts.down = matrix(from.down, held * k, n);
+    args.experts.gate_up = matrix(from.gate_up, held * 2 * n, k, formats.experts[0]);
+    args.experts.down = matrix(from.down, held * k, n, formats.experts[1]);
     args.experts.gate_up_bias = as<const T>(from.gate_up_bias);
     args.experts.down_bias = as<const T>(from.down_bias);
     args.experts.activation = static_cast<Activation>(static_cast<int>(numbers.activation));
     args.experts.residual = as<const T>(run.middle), args.experts.out = as<T>(run.out);
-    args.shared_gate = matrix(from.shared.gate, shared, k), args.shared_up = matrix(from.shared.up, shared, k);
-    args.shared_down = matrix(from.shared.down, k, shared), args.shared_score = matrix(from.shared_score, 1, k);
+    args.shared_gate = matrix(from.shared.gate, shared, k, formats.mlp[0]);
+    args.shared_up = matrix(from.shared.up, shared, k, formats.mlp[1]);
+    args.shared_down = matrix(from.shared.down, k, shared, formats.mlp[2]);
+    args.shared_score = matrix(from.shared_score, 1, k);
     args.active = as<T>(run.active);
     return args;
 }
@@ -266,7 +280,7 @@ MixtureArgs<T> mixture_args(
 template <class T>
 void set_attention(
     const LayerRun& run, const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from,
-    const void* sinks, const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
+    const double* formats, const void* sinks, const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
 ) {
     const Batch batch = {
         run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks, run.ends
@@ -276,7 +290,7 @@ void set_attention(
         static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap),
         sinks
     };
-    args.qkv = qkv_args(x, numbers, from, caches, rotation, pages.slots, run.block_size);
+    args.qkv = qkv_args(x, numbers, from, formats, caches, rotation, pages.slots, run.block_size);
     args.qkv.q = as<T>(run.projected), args.qkv.gates = numbers.is_gated != 0.0 ? as<T>(run.gates) : nullptr;
     const Sizes sizes = sizes_of(numbers, run.block_size);
     args.attention = attention_args<T>(run.projected, caches, sizes, batch, scoring, run.mixed);
@@ -293,15 +307,18 @@ LayerArgs<T> layer_args(
     };
     const Input<T> before_mixer = input<T>(x, run.count, k, norm(from.mixer_norms[0]));
     const Input<T> before_mlp = input<T>(run.middle, run.count, k, norm(from.mlp_norms[0]));
+    const LayerFormats& formats = numbers.formats;
     LayerArgs<T> args = {};
     args.has_delta_net = numbers.has_delta_net != 0.0;
     if (args.has_delta_net)
-        args.delta_net = delta_net_args(run, before_mixer, numbers.delta_net, from.delta_net, memory);
+        args.delta_net = delta_net_args(run, before_mixer, numbers.delta_net, from.delta_net, formats.inputs, memory);
     else
-        set_attention(run, before_mixer, numbers.attention, from.qkv, from.sinks, memory.caches, pages, args);
+        set_attention(
+            run, before_mixer, numbers.attention, from.qkv, formats.inputs, from.sinks, memory.caches, pages, args
+        );
     const long width = args.has_delta_net ? args.delta_net.inputs[1].weight.rows
                                           : args.attention.heads * args.attention.caches.head_dim;
-    const Matrix<T> o = {as<T>(from.o), k, width};
+    const Matrix<T> o = {as<T>(from.o), k, width, format_of(formats.o)};
     const T* const o_bias = as<const T>(from.o_bias);
     const auto pieces = [&](double length) {
         return Pieces{static_cast<long>(numbers.pieces), static_cast<long>(length)};
@@ -320,7 +337,9 @@ LayerArgs<T> layer_args(
     const MlpPointers& mlp = from.mlp.matrices;
     const T* biases[3];
     for (long i = 0; i < 3; ++i) biases[i] = as<const T>(from.mlp.biases[i]);
-    const Matrix<T> gate = {as<T>(mlp.gate), n, k}, up = {as<T>(mlp.up), n, k}, down = {as<T>(mlp.down), k, n};
+    const Matrix<T> gate = {as<T>(mlp.gate), n, k, format_of(formats.mlp[0])};
+    const Matrix<T> up = {as<T>(mlp.up), n, k, format_of(formats.mlp[1])};
+    const Matrix<T> down = {as<T>(mlp.down), k, n, format_of(formats.mlp[2])};
     const Activation activation = static_cast<Activation>(static_cast<int>(numbers.activation));
     args.gate_up = {before_mlp, gate, up, activation, as<T>(run.active), {biases[0], biases[1]}};
     const Input<T> active = input<T>(run.active, run.count, n);
@@ -368,7 +387,7 @@ template <class T>
 void pack(const T* rows, const Matrix<T>& out) {
     const long K = out.columns, steps = out.steps();
     for (long p = 0; p < out.panels(); ++p) {
-        T* panel = out.panel(p);
+        T* panel = out.plain_panel(p);
         const bool is_whole = (p + 1) * LANES <= out.rows;
         for (long step = is_whole ? pack_blocks(rows + p * LANES * K, K, panel) : 0; step < steps; ++step)
             for (long lane = 0; lane < LANES; ++lane)
@@ -495,7 +514,7 @@ long trueroll_take_rows(int bfloat16, const void* rows, long n, long k, int infi
         const auto write = [](const void* to, const uint8_t* from, long start, long end) {
             const Matrix<T>& whole = *static_cast<const Matrix<T>*>(to);
             const long row_bytes = whole.columns * static_cast<long>(sizeof(T)), first = start / row_bytes;
-            const Matrix<T> part{whole.panel(first / LANES), (end - start) / row_bytes, whole.columns};
+            const Matrix<T> part{whole.plain_panel(first / LANES), (end - start) / row_bytes, whole.columns};
             pack(reinterpret_cast<const T*>(from + start), part);
         };
         const long bytes = n * k * static_cast<long>(sizeof(T));
@@ -539,7 +558,7 @@ void trueroll_merge_into(
             const MergeArgs<T> rows = args.panel(panel, merged);
             chosen->ops(type).merge(rows);
             if (!are_finite(merged, rows.rows * k)) is_finite = false;
-            pack(merged, Matrix<T>{whole.panel(panel), rows.rows, k});
+            pack(merged, Matrix<T>{whole.plain_panel(panel), rows.rows, k});
         });
     });
     *finite = is_finite;
@@ -556,13 +575,13 @@ void trueroll_embedding(
 }
 
 void trueroll_linear(
-    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const void* bias,
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, int format, long n, const void* bias,
     const void* residual, long pieces, long length, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Matrix<T> weight = {as<T>(w), n, k};
+        const Matrix<T> weight = {as<T>(w), n, k, format_of(format)};
         const Input<T> rows = input<T>(x, count, k);
         const LinearArgs<T> args = {
             rows, weight, as<const T>(bias), as<const T>(residual), as<T>(out), {pieces, length}
@@ -582,13 +601,14 @@ void trueroll_head_linear(
 }
 
 void trueroll_back_sums(
-    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, long pieces, long length,
-    float* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, int format, long n, long pieces,
+    long length, float* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        LinearArgs<T> args = {input<T>(x, count, k), {as<T>(w), n, k}, nullptr, nullptr, nullptr, {pieces, length}};
+        const Matrix<T> weight = {as<T>(w), n, k, format_of(format)};
+        LinearArgs<T> args = {input<T>(x, count, k), weight, nullptr, nullptr, nullptr, {pieces, length}};
         args.sums = out;
         chosen->ops(type).linear(args);
     });
@@ -606,13 +626,15 @@ void trueroll_logits(
 }
 
 void trueroll_gate_up(
-    long threads, int bfloat16, const void* x, long count, long k, const void* gate, const void* up, long n,
-    int activation, void* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate, int gate_format, const void* up,
+    int up_format, long n, int activation, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Matrix<T> weights[2] = {{as<T>(gate), n, k}, {as<T>(up), n, k}};
+        const Matrix<T> weights[2] = {
+            {as<T>(gate), n, k, format_of(gate_format)}, {as<T>(up), n, k, format_of(up_format)}
+        };
         const Activation function = static_cast<Activation>(activation);
         chosen->ops(type).gate_up({input<T>(x, count, k), weights[0], weights[1], function, as<T>(out)});
     });
@@ -620,8 +642,8 @@ void trueroll_gate_up(
 
 void trueroll_qkv(
     long threads, int bfloat16, const void* x, long count, long k, const AttentionNumbers* numbers,
-    const QkvPointers* weights, void* keys, void* values, const float* cosines, const float* sines,
-    const float* q_scale, const int64_t* slots, long block_size, void* q
+    const QkvPointers* weights, int q_format, int k_format, int v_format, void* keys, void* values,
+    const float* cosines, const float* sines, const float* q_scale, const int64_t* slots, long block_size, void* q
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
@@ -629,7 +651,8 @@ void trueroll_qkv(
         const CachePointers caches = {keys, values};
         const Input<T> rows = input<T>(x, count, k);
         const RotationPointers rotation = {cosines, sines, q_scale};
-        QkvArgs<T> args = qkv_args(rows, *numbers, *weights, caches, rotation, slots, block_size);
+        const double formats[3] = {1.0 * q_format, 1.0 * k_format, 1.0 * v_format};
+        QkvArgs<T> args = qkv_args(rows, *numbers, *weights, formats, caches, rotation, slots, block_size);
         args.q = as<T>(q);
         if (numbers->is_gated != 0.0) args.gates = args.q + args.stride, args.stride *= 2;
         chosen->ops(type).qkv(args);
@@ -637,24 +660,25 @@ void trueroll_qkv(
 }
 
 void trueroll_write_kv(
-    int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
-    long block_size, long kv_heads, long head_dim, long value_dim
+    long threads, int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
+    int format, long block_size, long kv_heads, long head_dim, long value_dim
 ) {
+    const Call call(threads);
+    const Sizes sizes = {kv_heads, kv_heads, head_dim, value_dim, block_size, static_cast<CacheFormat>(format)};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Caches<T> caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim, value_dim};
-        chosen->ops(type).write_kv(caches, as<const T>(k), as<const T>(v), slots, count);
+        chosen->ops(type).write_kv(sizes.caches<T>({keys, values}), as<const T>(k), as<const T>(v), slots, count);
     });
 }
 
 void trueroll_attention(
-    long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
-    long head_dim, long value_dim, long block_size, long sequences, const int64_t* query_starts,
+    long threads, int bfloat16, const void* q, const void* keys, const void* values, int format, long heads,
+    long kv_heads, long head_dim, long value_dim, long block_size, long sequences, const int64_t* query_starts,
     const int64_t* context_lens, const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window,
     float soft_cap, const void* sinks, void* out
 ) {
     const Call call(threads);
-    const Sizes sizes = {heads, kv_heads, head_dim, value_dim, block_size};
+    const Sizes sizes = {heads, kv_heads, head_dim, value_dim, block_size, static_cast<CacheFormat>(format)};
     const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks, ends};
     const Scoring scoring = {scale, window, soft_cap, sinks};
     with_type(bfloat16, [&](auto type) {
@@ -808,13 +832,16 @@ void trueroll_route(
 
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long experts, long n, long top_k, int gated, int activation,
+    const void* down, const void* down_bias, int gate_up_format, int down_format, long experts, long n, long top_k,
+    int gated, int activation,
     const int32_t* ids, const float* gates, const void* shared, long groups, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Matrix<T> inner = {as<T>(gate_up), experts * (gated != 0 ? 2 : 1) * n, k}, outer = {as<T>(down), experts * k, n};
+        const long rows = experts * (gated != 0 ? 2 : 1) * n;
+        const Matrix<T> inner = {as<T>(gate_up), rows, k, format_of(gate_up_format)};
+        const Matrix<T> outer = {as<T>(down), experts * k, n, format_of(down_format)};
         const Activation function = static_cast<Activation>(activation);
         chosen->ops(type).experts(
             {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
@@ -825,13 +852,16 @@ void trueroll_experts(
 
 void trueroll_expert_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int gated, int activation,
+    const void* down, const void* down_bias, int gate_up_format, int down_format, long first, long experts, long n,
+    long top_k, int gated, int activation,
     const int32_t* ids, const float* gates, long groups, float* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Matrix<T> inner = {as<T>(gate_up), experts * (gated != 0 ? 2 : 1) * n, k}, outer = {as<T>(down), experts * k, n};
+        const long rows = experts * (gated != 0 ? 2 : 1) * n;
+        const Matrix<T> inner = {as<T>(gate_up), rows, k, format_of(gate_up_format)};
+        const Matrix<T> outer = {as<T>(down), experts * k, n, format_of(down_format)};
         chosen->ops(type).experts(
             {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
              static_cast<Activation>(activation), ids, gates, nullptr, nullptr, nullptr, groups, first, out, gated != 0}

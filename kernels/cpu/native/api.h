@@ -5,7 +5,8 @@
 // preprocessor directives and no macros. The functions of INTERFACE take pointers, long, int and float.
 //
 // The comments of the ops' arguments (common.h) name the pointers that may be null. The caller has checked all sizes.
-// `bfloat16` is the type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32.
+// `bfloat16` is the type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32. A weight is
+// plain, or has one of the other numbers of `Format` (common.h) as its format; its values are then rounded to the type.
 #pragma once
 
 #include <stdint.h>
@@ -62,7 +63,7 @@ static_assert(sizeof(LayerPointers) == 26 * sizeof(void*), "Python fills it as a
 // The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/backend.py.
 struct AttentionNumbers {
     double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation,
-        pairs, is_interleaved, is_gated;
+        pairs, is_interleaved, is_gated, cache_format;
 };
 
 // The numbers of a delta net, in the order of `_delta_net_numbers`.
@@ -73,6 +74,13 @@ struct DeltaNetNumbers {
 // The numbers of a router, in the order of `router_numbers`.
 struct RouterNumbers {
     double score, is_wide, ranks_scores, groups, kept_groups, group_best, is_normed, eps, floor, scale;
+};
+
+// The formats of a layer's matrices, in the order of `_layer_formats`. `inputs`: of q, k and v, or of the inputs of a
+// delta net. `mlp`: of gate, up and down, in the MLP or in the shared expert. `experts`: of gate_up and down. A router
+// and the score of a shared expert are plain.
+struct LayerFormats {
+    double inputs[4], o, mlp[3], experts[2];
 };
 
 // The numbers of a layer, in the order of `_layer_numbers`.
@@ -88,8 +96,9 @@ struct LayerNumbers {
     RouterNumbers router;
     double pieces, o_length, down_length;  // of products back to hidden states, as in `Pieces`
     double residual_scale;                 // not read for experts
+    LayerFormats formats;
 };
-static_assert(sizeof(LayerNumbers) == 38 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 49 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -175,7 +184,7 @@ void trueroll_embedding(
 );
 
 void trueroll_linear(
-    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const void* bias,
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, int format, long n, const void* bias,
     const void* residual, long pieces, long length, void* out
 );
 
@@ -185,8 +194,8 @@ void trueroll_head_linear(
 );
 
 void trueroll_back_sums(
-    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, long pieces, long length,
-    float* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, int format, long n, long pieces,
+    long length, float* out
 );
 
 void trueroll_logits(
@@ -195,24 +204,25 @@ void trueroll_logits(
 );
 
 void trueroll_gate_up(
-    long threads, int bfloat16, const void* x, long count, long k, const void* gate, const void* up, long n,
-    int activation, void* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate, int gate_format, const void* up,
+    int up_format, long n, int activation, void* out
 );
 
 void trueroll_qkv(
     long threads, int bfloat16, const void* x, long count, long k, const AttentionNumbers* numbers,
-    const QkvPointers* weights, void* keys, void* values, const float* cosines, const float* sines,
-    const float* q_scale, const int64_t* slots, long block_size, void* q
+    const QkvPointers* weights, int q_format, int k_format, int v_format, void* keys, void* values,
+    const float* cosines, const float* sines, const float* q_scale, const int64_t* slots, long block_size, void* q
 );
 
+// `format`: of the caches, a number of `CacheFormat` (common.h), here and in the next function.
 void trueroll_write_kv(
-    int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
-    long block_size, long kv_heads, long head_dim, long value_dim
+    long threads, int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
+    int format, long block_size, long kv_heads, long head_dim, long value_dim
 );
 
 void trueroll_attention(
-    long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
-    long head_dim, long value_dim, long block_size, long sequences, const int64_t* query_starts,
+    long threads, int bfloat16, const void* q, const void* keys, const void* values, int format, long heads,
+    long kv_heads, long head_dim, long value_dim, long block_size, long sequences, const int64_t* query_starts,
     const int64_t* context_lens, const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window,
     float soft_cap, const void* sinks, void* out
 );
@@ -292,13 +302,15 @@ void trueroll_route(
 // Applies the experts, with n inner columns each, to rows x [count, k]. `gated`: as `is_gated`. `ExpertsArgs` has the shapes.
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long experts, long n, long top_k, int gated, int activation,
+    const void* down, const void* down_bias, int gate_up_format, int down_format, long experts, long n, long top_k,
+    int gated, int activation,
     const int32_t* ids, const float* gates, const void* shared, long groups, void* out
 );
 
 void trueroll_expert_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int gated, int activation,
+    const void* down, const void* down_bias, int gate_up_format, int down_format, long first, long experts, long n,
+    long top_k, int gated, int activation,
     const int32_t* ids, const float* gates, long groups, float* out
 );
 

@@ -112,9 +112,9 @@ class Attention {
     static constexpr long TWO_PANELS = 2 * LANES;
 
     // Adds the panels that a split of a tile reads to `ahead`, which must have enough room. A no-op unless a block is
-    // exactly one panel.
+    // exactly one panel, and holds no codes.
     void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
-        if (caches_.block_size != LANES) return;
+        if (caches_.block_size != LANES || caches_.has_codes()) return;
         const long end = smaller((split + 1) * KV_SPLIT, context(tile)), behind = first_key(tile) / LANES * LANES;
         for (long token = larger(split * KV_SPLIT, behind); token < end; token += LANES) {
             ahead.panels[ahead.count++] = key_panel(tile, token);
@@ -134,8 +134,14 @@ class Attention {
         const Sight rest = sight.after(skipped);
         const long start = split * KV_SPLIT + skipped, keys = rest.keys;
         const long panels = round_up(keys, LANES) / LANES;
-        const Split at(*this, tile, start, keys, rest.from(0));
         const bool all_see_all = sight.to(0) == sight.keys && sight.from(tile.count - 1) == sight.from(0);
+        if constexpr (std::is_same_v<T, bf16> && CODED_ROWS > 0)
+            if (caches_.has_codes() && n <= CODED_ROWS && all_see_all) {
+                const CodedSplit codes = coded_split(tile, start, keys, rest.from(0), next_tile, next_split);
+                return caches_.format == CacheFormat::INT8 ? reduce_codes<CacheFormat::INT8>(tile, codes, rest, out)
+                                                           : reduce_codes<CacheFormat::FP8>(tile, codes, rest, out);
+            }
+        const Split at(*this, tile, start, keys, rest.from(0), next_tile, next_split);
         if (!all_see_all && !at.all_finite(panels, LANES * V)) return reduce_one_by_one(tile, split, out);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
@@ -149,18 +155,30 @@ class Attention {
         softmax(scores, n, rest, weights, out);
         const long width = V / LANES;
         const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
+        const bool has_codes = caches_.has_codes();  // `Split` has prefetched the next keys and values
         for (long i = 0; i < panels; ++i) {
-            const T* next_key = key_panel(next_tile, next_split * KV_SPLIT + i * LANES);
+            const T* next_key = has_codes ? nullptr : key_panel(next_tile, next_split * KV_SPLIT + i * LANES);
             for (long j = 0; j < width; ++j) {
                 b[i * width + j] = at.values[i] + j * LANES * PAIR<T>;
-                next[i * width + j] = next_key + j * LANES / PAIR<T> * at.key_stride;
+                next[i * width + j] = has_codes ? *at.values : next_key + j * LANES / PAIR<T> * at.key_stride;
             }
         }
         Factors<T> weighing = {
-            weights, KV_SPLIT, b, width, V * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
+            weights, KV_SPLIT, b, width, V * PAIR<T>, panels, LANES / PAIR<T>, next, has_codes ? 0 : at.key_stride
         };
         if (half > 0) fetch_ahead(weighing, {ahead.panels + half, half}, spare, width);
         multiply(weighing, n, false, out.out, V);
+    }
+
+    // As `reduce`, for few rows that see all tokens of the split: codes are expanded in registers.
+    template <CacheFormat FORMAT>
+    void reduce_codes(const QueryTile& tile, const CodedSplit& split, const Sight& sight, const Partial& out) const {
+        const long n = rows(tile);
+        float* scores = scratch<float>(SCORES, n * KV_SPLIT);
+        T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
+        multiply_keys<FORMAT>(caches_, queries(tile), n, split.panels, split.count, scores);
+        softmax(scores, n, sight, weights, out);
+        multiply_values<FORMAT>(caches_, weights, n, split.panels, split.count, split.scales, split.zeros, out.out);
     }
 
     // Reduces each query in its own tile. In a shared tile, a NaN or infinite value of a later token would reach the
@@ -198,15 +216,76 @@ class Attention {
         total = add(mul(total, kept), exp(sub(set1(sink), top)));
     }
 
+    // `start`, `count`, `unseen`, `next_tile`, `next_split`: as for `Split`.
+    CodedSplit coded_split(
+        const QueryTile& tile, long start, long count, long unseen, const QueryTile& next_tile, long next_split
+    ) const {
+        CodedSplit split;
+        split.count = round_up(count, LANES) / LANES;
+        const bool aligned = caches_.block_size % LANES == 0, has_zeros = caches_.format == CacheFormat::INT8;
+        const long codes = LANES * (dim_ + value_dim_), bytes = codes + 2 * LANES * 6;
+        uint8_t* gathered = aligned ? nullptr : scratch<uint8_t>(TOKEN_CODES, split.count * bytes);
+        for (long i = 0; i < split.count; ++i) {
+            const long first = i * LANES;
+            CodedPanel& panel = split.panels[i];
+            panel = coded_panel(tile, start + first);
+            if (!aligned) gather(tile, start + first, smaller(LANES, count - first), gathered + i * bytes, panel);
+            const CodedPanel next = coded_panel(next_tile, next_split * KV_SPLIT + first);
+            panel.next_keys = next.keys, panel.next_values = next.values;
+            const SharedNumbers shared(panel.value_shared, panel.shared_stride, has_zeros);
+            store(split.scales + first, shared.scales), store(split.zeros + first, shared.zeros);
+        }
+        for (long t = 0; t < smaller(unseen, count); ++t) split.scales[t] = split.zeros[t] = 0.0f;
+        for (long t = count; t < split.count * LANES; ++t) split.scales[t] = split.zeros[t] = 0.0f;
+        return split;
+    }
+
+    // The panel from a token on, as it lies in the cache; at most, from the last token on.
+    CodedPanel coded_panel(const QueryTile& tile, long token) const {
+        const long size = caches_.block_size, t = smaller(token, context(tile) - 1), offset = t % size;
+        const long block = table(tile)[t / size], head = tile.kv_head;
+        const uint8_t* values = caches_.value_codes(block, head) + offset * value_dim_;
+        return {
+            caches_.key_codes(block, head) + offset, values, size, caches_.key_shared(block, head, 0) + offset,
+            caches_.value_shared(block, head) + offset, size, nullptr, nullptr
+        };
+    }
+
+    // Copies n tokens from several blocks to `memory`, and sets the places of `panel`. The other tokens are zeros.
+    void gather(const QueryTile& tile, long token, long n, uint8_t* memory, CodedPanel& panel) const {
+        const long D = dim_, V = value_dim_, numbers = caches_.shared_numbers(), of_keys = caches_.key_parts() * numbers;
+        uint8_t *keys = memory, *values = keys + LANES * D;
+        uint16_t *key_shared = reinterpret_cast<uint16_t*>(values + LANES * V), *value_shared = key_shared + 4 * LANES;
+        memset(memory, 0, static_cast<size_t>(LANES * (D + V) + 2 * LANES * 6));
+        for (long t = 0; t < n; ++t) {
+            const CodedPanel from = coded_panel(tile, token + t);
+            for (long d = 0; d < D; ++d) keys[d * LANES + t] = from.keys[d * from.key_stride];
+            memcpy(values + t * V, from.values, static_cast<size_t>(V));
+            for (long i = 0; i < of_keys; ++i) key_shared[i * LANES + t] = from.key_shared[i * from.shared_stride];
+            for (long i = 0; i < numbers; ++i) value_shared[i * LANES + t] = from.value_shared[i * from.shared_stride];
+        }
+        panel = {keys, values, LANES, key_shared, value_shared, LANES, nullptr, nullptr};
+    }
+
     // Pointers to the 16-token panels of a split, for `count` tokens from `start` on. A pointer points into the cache,
-    // or into a copy if the cache does not store the panel contiguously. The values of the first `unseen` tokens, which
-    // no query of the tile sees, are zeros.
+    // or into a copy if the cache does not store the panel contiguously, or stores codes. The values of the first `unseen`
+    // tokens, which no query of the tile sees, are zeros. If the cache stores codes, the codes of the next split of the
+    // next tile are prefetched.
     struct Split {
         const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
         long key_stride;
 
-        Split(const Attention& attention, const QueryTile& tile, long start, long count, long unseen) {
+        Split(
+            const Attention& attention, const QueryTile& tile, long start, long count, long unseen,
+            const QueryTile& next_tile, long next_split
+        ) {
             const Caches<T>& caches = attention.caches_;
+            if (caches.has_codes()) {
+                const auto expand = caches.format == CacheFormat::INT8 ? &Split::expand<CacheFormat::INT8>
+                                                                       : &Split::expand<CacheFormat::FP8>;
+                (this->*expand)(attention, attention.coded_split(tile, start, count, unseen, next_tile, next_split));
+                return;
+            }
             const int64_t* table = attention.table(tile);
             const long D = caches.head_dim, V = caches.value_dim;
             const bool aligned = caches.block_size % LANES == 0;
@@ -222,6 +301,20 @@ class Attention {
                 const long first = larger(0, smaller(tokens, unseen - i * LANES));
                 if (!aligned || tokens < LANES || first > 0)
                     values[i] = copy_values(caches, table, tile.kv_head, token, first, tokens, copies + LANES * D);
+            }
+        }
+
+        template <CacheFormat FORMAT>
+        void expand(const Attention& attention, const CodedSplit& split) {
+            const Caches<T>& caches = attention.caches_;
+            const long D = caches.head_dim, V = caches.value_dim;
+            key_stride = LANES * PAIR<T>;
+            T* copies = scratch<T>(TAIL, KV_SPLIT * (D + V));
+            for (long i = 0; i < split.count; ++i, copies += LANES * (D + V)) {
+                keys[i] = copies, values[i] = copies + LANES * D;
+                expand_keys<FORMAT>(caches, split.panels[i], copies);
+                const float *scales = split.scales + i * LANES, *zeros = split.zeros + i * LANES;
+                expand_values<FORMAT>(caches, split.panels[i], scales, zeros, copies + LANES * D);
             }
         }
 
@@ -601,7 +694,8 @@ class PlannedAttention {
         const Caches<T>&here = args_.caches, &there = other.caches;
         return args_.tables == other.tables && args_.window == other.window && args_.heads == other.heads &&
                here.kv_heads == there.kv_heads && here.head_dim == there.head_dim &&
-               here.value_dim == there.value_dim && here.block_size == there.block_size;
+               here.value_dim == there.value_dim && here.block_size == there.block_size &&
+               here.format == there.format;
     }
 
     void run() const {

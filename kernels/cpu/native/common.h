@@ -3,7 +3,8 @@
 //
 // A packed matrix [rows, columns] is stored in panels of 16 rows. For each step over the columns, a panel holds the
 // values of its 16 rows side by side: one float32 per row, or a pair of bfloat16 of neighbouring columns. Rows are
-// padded with zeros to a multiple of 16. Columns are padded with zeros to a multiple of COLUMN_MULTIPLE.
+// padded with zeros to a multiple of 16. Columns are padded with zeros to a multiple of COLUMN_MULTIPLE. A quantized
+// matrix has panels of codes and scales; kernels/cpu/quantized.py describes them.
 #pragma once
 
 #include <math.h>
@@ -32,16 +33,57 @@ constexpr long round_up(long n, long multiple) { return (n + multiple - 1) / mul
 constexpr long smaller(long a, long b) { return a < b ? a : b; }
 constexpr long larger(long a, long b) { return a > b ? a : b; }
 
+// The formats of matrices, in the order of FORMAT_NUMBERS in kernels/cpu/quantized.py.
+enum class Format { PLAIN, FP8, FP8_CHANNEL, INT8, MXFP8, MXFP4, NVFP4, AWQ };
+
+// The sizes of a quantized panel. `bits`: of a code. `group`: the columns that share scales. `header`: the bytes at the
+// beginning of a panel. `shared`: the bytes before the codes of each group.
+struct CodeSizes {
+    long bits, group, header, shared;
+};
+constexpr long ALL_COLUMNS = 1l << 40;
+constexpr CodeSizes CODE_SIZES[] = {
+    {}, {8, 128, 0, 64}, {8, ALL_COLUMNS, 0, 64}, {8, ALL_COLUMNS, 0, 64}, {8, 32, 0, 16}, {4, 32, 0, 16}, {4, 16, 64, 16},
+    {4, 128, 0, 48}
+};
+constexpr long CODE_COLUMNS = 32;  // quantized panels are padded to a multiple of this number of columns
+
+// A panel of a matrix with this number of columns, whose panels are `bytes` apart.
+template <class T>
+struct Panel {
+    const char* data;
+    long bytes, columns;
+    Format format;
+
+    long steps() const { return round_up(columns, COLUMN_MULTIPLE<T>) / PAIR<T>; }
+    // The values of a plain panel from a step on.
+    const T* from(long step) const { return reinterpret_cast<const T*>(data) + step * LANES * PAIR<T>; }
+    // The panel that lies this number of panels further.
+    const char* later(long panels) const { return data + panels * bytes; }
+};
+
 template <class T>
 struct Matrix {
     T* data;
     long rows, columns;
+    Format format = Format::PLAIN;
 
     long panels() const { return round_up(rows, LANES) / LANES; }
     long steps() const { return round_up(columns, COLUMN_MULTIPLE<T>) / PAIR<T>; }
-    T* panel(long p) const { return data + p * steps() * LANES * PAIR<T>; }
+    long panel_bytes() const {
+        if (format == Format::PLAIN) return steps() * LANES * PAIR<T> * static_cast<long>(sizeof(T));
+        const CodeSizes& sizes = CODE_SIZES[static_cast<long>(format)];
+        const long padded = round_up(columns, CODE_COLUMNS), groups = (padded + sizes.group - 1) / sizes.group;
+        return sizes.header + groups * sizes.shared + padded * LANES * sizes.bits / 8;
+    }
+    Panel<T> panel(long p) const {
+        const long bytes = panel_bytes();
+        return {reinterpret_cast<const char*>(data) + p * bytes, bytes, columns, format};
+    }
+    // A panel, and an element, of a plain matrix.
+    T* plain_panel(long p) const { return data + p * steps() * LANES * PAIR<T>; }
     T& at(long row, long column) const {
-        return panel(row / LANES)[(column / PAIR<T> * LANES + row % LANES) * PAIR<T> + column % PAIR<T>];
+        return plain_panel(row / LANES)[(column / PAIR<T> * LANES + row % LANES) * PAIR<T> + column % PAIR<T>];
     }
 };
 
@@ -170,13 +212,41 @@ struct MixtureArgs {
     T* active;
 };
 
+// The formats of caches, in the order of CACHE_FORMAT_NUMBERS in kernels/cpu/backend.py.
+enum class CacheFormat { PLAIN, INT8, FP8 };
+
 // The caches of keys and values: `block_size` tokens per block and key-value head. Keys are stored as [head_dim /
 // PAIR][token][PAIR], values as [token / PAIR][value_dim][PAIR].
+//
+// If the caches hold codes, a block and head has the codes of its keys, [head_dim][token], or of its values,
+// [token][value_dim], and then the float16 numbers that the codes of a vector share: the scales and, for INT8, the zero
+// points, each [token]. In latent attention, a key has two vectors, and its second vector has shared numbers of its own.
 template <class T>
 struct Caches {
     T *keys, *values;
     long block_size, kv_heads, head_dim, value_dim;
+    CacheFormat format = CacheFormat::PLAIN;
 
+    bool has_codes() const { return format != CacheFormat::PLAIN; }
+    long shared_numbers() const { return format == CacheFormat::INT8 ? 2 : 1; }
+    // The size of the first vector of a key.
+    long first_part() const { return smaller(head_dim, value_dim); }
+    long key_parts() const { return value_dim < head_dim ? 2 : 1; }
+    uint8_t* key_codes(long block, long head) const {
+        const long row = head_dim + key_parts() * shared_numbers() * 2;
+        return reinterpret_cast<uint8_t*>(keys) + (block * kv_heads + head) * block_size * row;
+    }
+    uint8_t* value_codes(long block, long head) const {
+        const long row = value_dim + shared_numbers() * 2;
+        return reinterpret_cast<uint8_t*>(values) + (block * kv_heads + head) * block_size * row;
+    }
+    uint16_t* key_shared(long block, long head, long part) const {
+        uint8_t* end = key_codes(block, head) + block_size * head_dim;
+        return reinterpret_cast<uint16_t*>(end) + part * shared_numbers() * block_size;
+    }
+    uint16_t* value_shared(long block, long head) const {
+        return reinterpret_cast<uint16_t*>(value_codes(block, head) + block_size * value_dim);
+    }
     T* key_block(long block, long head) const { return keys + (block * kv_heads + head) * block_size * head_dim; }
     T* value_block(long block, long head) const { return values + (block * kv_heads + head) * block_size * value_dim; }
 };
@@ -483,7 +553,7 @@ enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
     RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, DRAFTED, ORDER, ENDS, PIECES, GATHERED,
     INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, RANKS, GROUPS, KEPT, SHARED_SCORES, SHARED_ROWS, MERGED,
-    SORTED, SORTING, LEFT, CONVERTED_PANELS, CONVERTED_TABLE,
+    SORTED, SORTING, LEFT, CONVERTED_PANELS, CONVERTED_TABLE, EXPANDED, CODES, TOKEN_CODES,
     NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);

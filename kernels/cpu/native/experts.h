@@ -188,20 +188,19 @@ class RoutedRows {
         constexpr long WIDTH = 2;
         const long panels = inner_size_ / LANES, groups = round_up(panels, WIDTH) / WIDTH;
         const long tasks = rows_.num_pieces() * groups;
-        const auto panel = [&](long task) {
-            const Matrix<T>& weight = args_.gate_up;
-            return weight.panel(args_.sides() * panels * rows_.piece(task / groups).expert + task % groups * WIDTH);
+        const auto first_panel = [&](long task) {
+            return args_.sides() * panels * rows_.piece(task / groups).expert + task % groups * WIDTH;
         };
         parallel(tasks, [&](long task) {
             const Piece& piece = rows_.piece(task / groups);
             const long first = task % groups * WIDTH, n = smaller(WIDTH, panels - first), ldc = args_.sides() * n * LANES;
-            const long whole = args_.gate_up.steps() * LANES * PAIR<T>;
-            const T* b[2 * WIDTH];
-            for (long i = 0; i < args_.sides() * n; ++i) b[i] = panel(task) + (i < n ? i : i - n + panels) * whole;
-            const long hop = panel(smaller(task + num_threads(), tasks - 1)) - panel(task);
+            Panel<T> b[2 * WIDTH];
+            for (long i = 0; i < args_.sides() * n; ++i)
+                b[i] = args_.gate_up.panel(first_panel(task) + (i < n ? i : i - n + panels));
+            const long hop = first_panel(smaller(task + num_threads(), tasks - 1)) - first_panel(task);
             float* c = scratch<float>(PRODUCT, piece.count * ldc);
             const T* a = gathered_ + piece.first * stride_;
-            multiply_all(a, stride_, piece.count, b, args_.sides() * n, args_.gate_up.steps(), hop, c, ldc);
+            multiply_all(a, stride_, piece.count, b, args_.sides() * n, 0, args_.gate_up.steps(), hop, c, ldc);
             for (long row = 0; row < piece.count; ++row)
                 for (long i = 0; i < n * LANES; i += LANES)
                     activate_inner(piece, row, first * LANES + i, c + row * ldc + i, (args_.sides() - 1) * n * LANES);
@@ -223,20 +222,20 @@ class RoutedRows {
     // Each task takes some columns of all experts, one expert after the other.
     void multiply_down() const {
         const long panels = args_.down.rows / args_.experts / LANES, width = down_width(panels);
-        const long groups = round_up(panels, width) / width, whole = args_.down.steps() * LANES * PAIR<T>;
+        const long groups = round_up(panels, width) / width, steps = args_.down.steps();
         parallel(groups, [&](long group) {
             const long first = group * width, n = smaller(width, panels - first);
-            const auto panel = [&](long piece) { return args_.down.panel(panels * rows_.piece(piece).expert + first); };
+            const auto first_panel = [&](long piece) { return panels * rows_.piece(piece).expert + first; };
             clear_groups(first * LANES, n * LANES);
             for (long i = 0; i < rows_.num_pieces(); ++i) {
                 const Piece& piece = rows_.piece(i);
-                const T* b[MAX_PANELS];
-                for (long j = 0; j < n; ++j) b[j] = panel(i) + j * whole;
+                Panel<T> b[MAX_PANELS];
+                for (long j = 0; j < n; ++j) b[j] = args_.down.panel(first_panel(i) + j);
                 const bool is_last = i + 1 == rows_.num_pieces();
-                const T* next = is_last ? panel(0) + num_threads() * width * whole : panel(i + 1);
+                const long next = is_last ? first_panel(0) + num_threads() * width : first_panel(i + 1);
                 float* c = scratch<float>(PRODUCT, piece.count * n * LANES);
                 const T* a = inner_ + piece.first * inner_stride_;
-                multiply_all(a, inner_stride_, piece.count, b, n, args_.down.steps(), next - b[0], c, n * LANES);
+                multiply_all(a, inner_stride_, piece.count, b, n, 0, steps, next - first_panel(i), c, n * LANES);
                 add_products(piece, first * LANES, n * LANES, c);
             }
             for (long row = 0; row < count_; ++row) finish(row, first * LANES, (first + n) * LANES);

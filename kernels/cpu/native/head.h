@@ -17,13 +17,12 @@ void multiply_chunk(
     const Left<T>& left, const Matrix<T>& weight, const LogitNumbers& shape, long start, long rows, long first, float* c
 ) {
     const long n = smaller(CHUNK / LANES, weight.panels() - first / LANES);
-    const T* b[MAX_PANELS];
+    Panel<T> b[MAX_PANELS];
     for (long i = 0; i < n; ++i) b[i] = weight.panel(first / LANES + i);
     const T* a = left.data + start * left.stride;
-    const long two_panels = 2 * (weight.panel(1) - weight.panel(0));
     for (long i = 0; i < n; i += 2) {
         float* out = c + i * LANES;
-        multiply_all(a, left.stride, rows, b + i, smaller(2, n - i), weight.steps(), two_panels, out, CHUNK);
+        multiply_all(a, left.stride, rows, b + i, smaller(2, n - i), 0, weight.steps(), 2, out, CHUNK);
     }
     if (shape.scale == 1.0f && shape.soft_cap == 0.0f) return;
     for (long row = 0; row < rows; ++row) shape_logits(shape, c + row * CHUNK, n * LANES);

@@ -3,14 +3,18 @@
 // the number of F that fit into registers beside the operands of a product. HAS_DOT_BF16 and HAS_TILES give the
 // available bfloat16 instructions.
 //
-// A row's result does not depend on other rows. Products sum each element separately, in one order (products.h).
+// A row's result does not depend on other rows. Products sum each element separately, in one order (products.h). A
+// product with a quantized matrix first expands the matrix to its values (codes.h). Attention over caches of codes first
+// expands the codes to their values (cached.h).
 // Attention reduces each split of the keys row by row and folds the splits in order (attention.h). A recurrence
 // processes the tokens of a sequence one by one (recurrence.h,
 // state_space.h). A row's experts are added one by one (experts.h). All
 // other ops compute row by row.
 
 #include "numbers.h"
+#include "codes.h"
 #include "products.h"
+#include "cached.h"
 #include "ranks.h"
 #include "projections.h"
 #include "attention.h"

@@ -27,40 +27,49 @@ inline uint32_t pair_at(const bf16* p) {
     return pair;
 }
 
+// Pairs of bfloat16, ready for products.
 #ifdef HAS_DOT_BF16
-template <int M, int N>
-inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, long offset) {
-    __m512bh right[N];
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) right[n] = (__m512bh)_mm512_loadu_si512(b[n] + offset);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-        const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair_at(a + m * lda)));
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) acc[m][n].v = _mm512_dpbf16_ps(acc[m][n].v, left, right[n]);
-    }
+struct Pairs {
+    __m512bh v;
+};
+inline Pairs pairs_of(U pairs) { return {(__m512bh)pairs.v}; }
+template <bool IS_ORDINARY>
+inline Pairs rounded_to_pairs(F x, F y) { return pairs_of(rounded_pairs<IS_ORDINARY>(x, y)); }
+inline F add_products(F sums, const Pairs& left, const Pairs& right) {
+    return {_mm512_dpbf16_ps(sums.v, left.v, right.v)};
 }
 #else
 inline F lower_half(U pairs) { return floats(shift_left<16>(pairs)); }
 inline F upper_half(U pairs) { return floats(bit_and(pairs, set1(0xFFFF0000u))); }
 
-template <int M, int N>
-inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, long offset) {
-    F right[N][2];
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n) {
-        const U pairs = load(reinterpret_cast<const uint32_t*>(b[n] + offset));
-        right[n][0] = lower_half(pairs), right[n][1] = upper_half(pairs);
-    }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-        const U pair = set1(pair_at(a + m * lda));
-        const F left[2] = {lower_half(pair), upper_half(pair)};
-#pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) acc[m][n] = fma(left[1], right[n][1], fma(left[0], right[n][0], acc[m][n]));
-    }
+struct Pairs {
+    F lower, upper;
+};
+inline Pairs pairs_of(U pairs) { return {lower_half(pairs), upper_half(pairs)}; }
+template <bool IS_ORDINARY>
+inline Pairs rounded_to_pairs(F x, F y) { return {upper_half(rounding(x)), upper_half(rounding(y))}; }
+inline F add_products(F sums, const Pairs& left, const Pairs& right) {
+    return fma(left.upper, right.upper, fma(left.lower, right.lower, sums));
 }
 #endif
+
+// `pairs(n)`: the step of panel n.
+template <int M, int N, class PairsOf>
+inline void step_of(F (&acc)[M][N], const bf16* a, long lda, const PairsOf& pairs) {
+    Pairs right[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) right[n] = pairs(n);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+        const Pairs left = pairs_of(set1(pair_at(a + m * lda)));
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n] = add_products(acc[m][n], left, right[n]);
+    }
+}
+template <int M, int N>
+inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, long offset) {
+    step_of(acc, a, lda, [&](int n) { return pairs_of(load(reinterpret_cast<const uint32_t*>(b[n] + offset))); });
+}
 
 // One product: c[m][16 * n + lane] (+)= the sum over the rounds and their steps of a[m] times b[round][n]. `stride`:
 // from one step of a panel to the next. `width`: panels in a round. The product also prefetches data for later: at each
@@ -207,25 +216,177 @@ inline void multiply(Factors<bf16>& factors, long m, bool add_to, float* c, long
 }
 #endif
 
-// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. The steps are cut into equal blocks,
-// so that the last block of a panel is long enough to prefetch the first block of the next panel. Each block is summed
-// from zero and added to the sum of the previous blocks; AMX instead continues from that sum. `hop`: the distance from
-// a panel to the panel that is read next.
+// The blocks into which the steps of a panel are cut: all equal, so that the last block of a panel is long enough to
+// prefetch the first block of the next panel. Each block is summed from zero and added to the sum of the previous
+// blocks; AMX instead continues from that sum.
 template <class T>
-void multiply_all(
-    const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc
+long block_of(long steps) {
+    const long blocks = (steps + BLOCK - 1) / BLOCK;
+    return round_up((steps + blocks - 1) / blocks, COLUMN_MULTIPLE<T> / PAIR<T>);
+}
+
+// As `multiply_all`, for plain panels.
+template <class T>
+void multiply_plain(
+    const T* a, long lda, long m, const Panel<T>* panels, long n, long first, long end, long hop, float* c, long ldc
 ) {
     constexpr long STRIDE = LANES * PAIR<T>;
-    const long blocks = (steps + BLOCK - 1) / BLOCK;
-    const long block = round_up((steps + blocks - 1) / blocks, COLUMN_MULTIPLE<T> / PAIR<T>);
-    for (long start = 0; start < steps; start += block) {
+    const long block = block_of<T>(end - first), steps = panels->steps();
+    for (long start = first; start < end; start += block) {
+        const long some = smaller(block, end - start);
         const T *b[MAX_PANELS], *next[MAX_PANELS];
         for (long i = 0; i < n; ++i) {
-            b[i] = panels[i] + start * STRIDE;
-            next[i] = start + block < steps ? b[i] + block * STRIDE : panels[i] + hop;
+            b[i] = panels[i].from(start);
+            next[i] = start + some < steps ? b[i] + some * STRIDE : reinterpret_cast<const T*>(panels[i].later(hop));
         }
-        const long some = smaller(block, steps - start);
         Factors<T> factors = {a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE};
-        multiply(factors, m, start > 0, c, ldc);
+        multiply(factors, m, start > first, c, ldc);
+    }
+}
+
+// As `multiply_all`, for at most EXPANDED_PANELS panels of one quantized format. Each block is expanded to T, and
+// multiplied from the cache. The expansion prefetches the next block.
+template <class T>
+void multiply_expanded(
+    const T* a, long lda, long m, const Panel<T>* panels, long n, long first, long end, long hop, float* c, long ldc
+) {
+    constexpr long STRIDE = LANES * PAIR<T>, MOST = (BLOCK * PAIR<T> + 2 * CODE_COLUMNS) * LANES;
+    const long block = block_of<T>(end - first), steps = panels->steps();
+    T* expanded = scratch<T>(EXPANDED, EXPANDED_PANELS * MOST);
+    for (long start = first; start < end; start += block) {
+        const long some = smaller(block, end - start);
+        const T* b[EXPANDED_PANELS];
+        for (long i = 0; i < n; ++i) {
+            const char* next = start + some < steps ? nullptr : panels[i].later(hop);
+            b[i] = expand(panels[i], start, start + some, next, expanded + i * MOST);
+        }
+        Factors<T> factors = {a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, b, 0};
+        multiply(factors, m, start > first, c, ldc);
+    }
+}
+
+// The most rows for which codes are expanded in registers, for each tile again.
+#ifdef HAS_TILES
+constexpr long FUSED_ROWS = 0;
+#else
+constexpr long FUSED_ROWS = ACCUMULATORS >= 24 ? 4 : ACCUMULATORS >= 6 ? 1 : 0;
+#endif
+
+// Adds the products of rows with N panels of codes to the accumulators, over `bytes` bytes of each panel.
+template <class Element, bool IS_ORDINARY, int M, int N>
+inline void step_codes(
+    F (&acc)[M][N], const bf16* a, long lda, const uint8_t* const* codes, long bytes, long ahead, const Shared* shared
+) {
+    F scales[N], zeros[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+        scales[n] = IS_ORDINARY ? mul(shared[n].scales, set1(Element::FACTOR)) : shared[n].scales;
+        zeros[n] = shared[n].zeros;
+    }
+    for (long line = 0; line < bytes; line += LINE) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) __builtin_prefetch(codes[n] + line + ahead);
+#pragma GCC unroll 4
+        for (long i = line; i < line + LINE; i += Element::BYTES, a += 2)
+            step_of(acc, a, lda, [&](int n) {
+                F x, y;
+                values_of<Element, IS_ORDINARY>(codes[n] + i, scales[n], zeros[n], x, y);
+                return rounded_to_pairs<IS_ORDINARY>(x, y);
+            });
+    }
+}
+
+// As `tile`, for panels of codes over the steps [start, end). `next`: as in `expand`, for the first panel.
+template <class Element, int M, int N>
+void fused_tile(
+    const bf16* a, long lda, const Panel<bf16>* panels, long start, long end, const char* next, bool add_to, float* c,
+    long ldc
+) {
+    const CodePlaces places(panels->format);
+    const long first = 2 * start, last = 2 * end;
+    const long ahead =
+        next == nullptr ? places.codes(last) - places.codes(first) : next - panels->data - places.codes(first);
+    F acc[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n] = set1(0.0f);
+    for (long column = first, stop; column < last; column = stop) {
+        stop = smaller(last, places.group_end(column));
+        const uint8_t* codes[N];
+        Shared shared[N];
+        bool are_ordinary = true;
+        for (int n = 0; n < N; ++n) {
+            codes[n] = reinterpret_cast<const uint8_t*>(panels[n].data + places.codes(column));
+            shared[n] = Shared(panels[n].format, panels[n].data, panels[n].data + places.shared(column));
+            are_ordinary &= shared[n].are_ordinary();
+        }
+        const long bytes = (stop - column) * places.column_bytes;
+        if (are_ordinary)
+            step_codes<Element, true>(acc, a + column, lda, codes, bytes, ahead, shared);
+        else
+            step_codes<Element, false>(acc, a + column, lda, codes, bytes, ahead, shared);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+            float* out = c + m * ldc + n * LANES;
+            store(out, add_to ? add(load(out), acc[m][n]) : acc[m][n]);
+        }
+}
+
+template <class Element, int N, int... M>
+auto fused_tile_of(long m, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&fused_tile<Element, 1, N>) tiles[] = {fused_tile<Element, M + 1, N>...};
+    return tiles[m - 1];
+}
+
+// As `multiply_all`, for at most FUSED_ROWS rows of bfloat16 and panels of one quantized format.
+template <class T>
+void multiply_fused(
+    const T* a, long lda, long m, const Panel<T>* panels, long n, long first, long end, long hop, float* c, long ldc
+) {
+    const long block = block_of<T>(end - first), steps = panels->steps();
+    with_element(panels->format, [&](auto element) {
+        using Element = decltype(element);
+        constexpr auto ROWS_OF_TILES = std::make_integer_sequence<int, FUSED_ROWS>();
+        for (long start = first; start < end; start += block) {
+            const long stop = smaller(end, start + block);
+            for (long i = 0, width; i < n; i += width) {
+                width = n - i >= WIDE ? WIDE : n - i >= NARROW ? NARROW : 1;
+                const auto multiply_some = width == WIDE     ? fused_tile_of<Element, WIDE>(m, ROWS_OF_TILES)
+                                           : width == NARROW ? fused_tile_of<Element, NARROW>(m, ROWS_OF_TILES)
+                                                             : fused_tile_of<Element, 1>(m, ROWS_OF_TILES);
+                const char* next = stop < steps ? nullptr : panels[i].later(hop);
+                multiply_some(a, lda, panels + i, start, stop, next, start > first, c + i * LANES, ldc);
+            }
+        }
+    });
+}
+
+// As `multiply_all`, for panels of one quantized format.
+template <class T>
+void multiply_codes(
+    const T* a, long lda, long m, const Panel<T>* panels, long n, long first, long end, long hop, float* c, long ldc
+) {
+    if constexpr (sizeof(T) == 2 && FUSED_ROWS > 0)
+        if (m <= FUSED_ROWS) return multiply_fused(a, lda, m, panels, n, first, end, hop, c, ldc);
+    multiply_expanded(a, lda, m, panels, n, first, end, hop, c, ldc);
+}
+
+// c[m][16 * n] = rows [m, K] times n panels, over the steps [first, end) of all steps. `hop`: the distance from a panel
+// to the panel that is read next, in panels.
+template <class T>
+void multiply_all(
+    const T* a, long lda, long m, const Panel<T>* panels, long n, long first, long end, long hop, float* c, long ldc
+) {
+    for (long i = 0, width; i < n; i += width) {
+        const Format format = panels[i].format;
+        const bool is_plain = format == Format::PLAIN;
+        const long most = is_plain ? n : smaller(n, i + EXPANDED_PANELS);
+        for (width = 1; i + width < most && panels[i + width].format == format;) ++width;
+        const auto multiply_some = is_plain ? multiply_plain<T> : multiply_codes<T>;
+        multiply_some(a, lda, m, panels + i, width, first, end, hop, c + i * LANES, ldc);
     }
 }

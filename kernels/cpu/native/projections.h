@@ -70,18 +70,16 @@ void for_tiles(long count, long groups, const Body& body) {
 inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 4; }
 
 // The distance from a panel to the panel that the same thread will most likely read next, for tasks of `width` panels.
-template <class T>
-long hop(const Matrix<T>& weight, long width) { return num_threads() * width * (weight.panel(1) - weight.panel(0)); }
+inline long hop(long width) { return num_threads() * width; }
 
 // Returns the products c [rows, 16 * n] of some rows with n panels of a weight. The pieces of the weight are summed one
 // by one, and the sums are added as a balanced binary tree. `sums` holds the sums of the tree's subtrees that are not
 // added yet, as in a binary counter.
 template <class T>
 const float* multiply_pieces(
-    const Matrix<T>& weight, const Pieces& pieces, const T* a, long lda, long rows, const T* const* panels, long n,
+    const Matrix<T>& weight, const Pieces& pieces, const T* a, long lda, long rows, const Panel<T>* panels, long n,
     long hop
 ) {
-    constexpr long STRIDE = LANES * PAIR<T>;
     const long steps = weight.steps(), size = rows * n * LANES;
     long subtrees = 1;
     for (long count = pieces.count; count > 1; count /= 2) ++subtrees;
@@ -89,13 +87,10 @@ const float* multiply_pieces(
     for (long piece = 0; piece < pieces.count; ++piece, next += size) {
         const long first = pieces.first_step(piece, weight.columns, steps, PAIR<T>);
         const long end = pieces.first_step(piece + 1, weight.columns, steps, PAIR<T>);
-        const T* b[MAX_PANELS];
-        for (long i = 0; i < n; ++i) b[i] = panels[i] + first * STRIDE;
-        const long to_next = end < steps ? (end - first) * STRIDE : hop - first * STRIDE;
         if (first == end)
             memset(next, 0, static_cast<size_t>(size) * sizeof(float));
         else
-            multiply_all(a + first * PAIR<T>, lda, rows, b, n, end - first, to_next, next, n * LANES);
+            multiply_all(a, lda, rows, panels, n, first, end, hop, next, n * LANES);
         for (long done = piece + 1; done % 2 == 0; done /= 2) {
             next -= size;
             for (long i = 0; i < size; i += LANES) store(next + i, add(load(next + i), load(next + size + i)));
@@ -115,10 +110,10 @@ inline F add_residual(F x, F residual, float scale) {
 template <class T>
 void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, long rows, long first, long width) {
     const long N = args.weight.rows, n = smaller(width, args.weight.panels() - first), ldc = n * LANES;
-    const T* b[MAX_PANELS];
+    Panel<T> b[MAX_PANELS];
     for (long i = 0; i < n; ++i) b[i] = args.weight.panel(first + i);
     const T* a = left.data + start * left.stride;
-    const float* c = multiply_pieces(args.weight, args.pieces, a, left.stride, rows, b, n, hop(args.weight, width));
+    const float* c = multiply_pieces(args.weight, args.pieces, a, left.stride, rows, b, n, hop(width));
     for (long row = 0; row < rows; ++row)
         for (long i = 0; i < ldc; i += LANES) {
             const long column = first * LANES + i, rest = N - column;
@@ -160,11 +155,11 @@ void head_linear(const HeadLinearArgs<T>& args) {
     const long groups = round_up(panels, width) / width, lda = args.heads * left.stride;
     for_tiles(args.count, args.heads * groups, [&](long start, long rows, long group) {
         const long head = group / groups, first = group % groups * width, n = smaller(width, panels - first);
-        const T* b[MAX_PANELS];
+        Panel<T> b[MAX_PANELS];
         for (long i = 0; i < n; ++i) b[i] = weight.panel(head * panels + first + i);
         float* c = scratch<float>(PRODUCT, rows * n * LANES);
         const T* a = left.data + start * lda + head * left.stride;
-        multiply_all(a, lda, rows, b, n, weight.steps(), hop(weight, width), c, n * LANES);
+        multiply_all(a, lda, rows, b, n, 0, weight.steps(), hop(width), c, n * LANES);
         for (long row = 0; row < rows; ++row) {
             T* out = args.out + ((start + row) * args.heads + head) * N + first * LANES;
             for (long i = 0; i < n * LANES; i += LANES) store(out + i, load(c + row * n * LANES + i));
@@ -253,11 +248,11 @@ void gate_up(const GateUpArgs<T>& args) {
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
     for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
         const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;
-        const T* b[MAX_PANELS];
+        Panel<T> b[MAX_PANELS];
         for (long i = 0; i < n; ++i) b[i] = args.gate.panel(first + i), b[n + i] = args.up.panel(first + i);
         float* c = scratch<float>(PRODUCT, rows * ldc);
         const T* a = left.data + start * left.stride;
-        multiply_all(a, left.stride, rows, b, 2 * n, args.gate.steps(), hop(args.gate, width), c, ldc);
+        multiply_all(a, left.stride, rows, b, 2 * n, 0, args.gate.steps(), hop(width), c, ldc);
         for (long row = 0; row < rows; ++row)
             for (long i = 0; i < n * LANES; i += LANES) {
                 const float* both = c + row * ldc + i;
@@ -300,6 +295,7 @@ inline void rotate_neighbours(const T* x, long pairs, const float* cosines, cons
 
 template <class T>
 void write_key(const Caches<T>& caches, long slot, long head, const T* key) {
+    if (caches.has_codes()) return write_coded_key(caches, slot, head, key);
     T* block = caches.key_block(slot / caches.block_size, head) + slot % caches.block_size * PAIR<T>;
     for (long i = 0; i < caches.head_dim; i += PAIR<T>)
         memcpy(block + i * caches.block_size, key + i, sizeof(T) * PAIR<T>);
@@ -307,6 +303,7 @@ void write_key(const Caches<T>& caches, long slot, long head, const T* key) {
 
 template <class T>
 void write_value(const Caches<T>& caches, long slot, long head, const T* value) {
+    if (caches.has_codes()) return write_coded_value(caches, slot, head, value);
     const long offset = slot % caches.block_size;
     T* block = caches.value_block(slot / caches.block_size, head);
     block += offset / PAIR<T> * PAIR<T> * caches.value_dim + offset % PAIR<T>;
@@ -386,12 +383,11 @@ void qkv(const QkvArgs<T>& args) {
     for_tiles(args.x.count, heads + 2 * kv_heads, [&](long start, long rows, long group) {
         const long part = group < heads ? 0 : group < heads + kv_heads ? 1 : 2;
         const long head = part == 0 ? group : (group - heads) % kv_heads;
-        const T* b[MAX_PANELS];
+        Panel<T> b[MAX_PANELS];
         for (long i = 0; i < panels; ++i) b[i] = args.weights[part].panel(head * panels + i);
         float* c = scratch<float>(PRODUCT, rows * D);
         const T* a = left.data + start * left.stride;
-        const Matrix<T>& weight = args.weights[part];
-        multiply_all(a, left.stride, rows, b, panels, weight.steps(), hop(weight, panels), c, D);
+        multiply_all(a, left.stride, rows, b, panels, 0, args.weights[part].steps(), hop(panels), c, D);
         for (long row = 0; row < rows; ++row) finish_head(args, part, head, start + row, c + row * D, keys);
     });
     if (args.over_heads) finish_rows(args, 0, args.q), finish_rows(args, 1, keys);

@@ -21,13 +21,15 @@ from torch import Tensor
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models import loader
-from trueroll.engine.models.fp8 import Rows, dequantize, row_ranges
+from trueroll.engine.models.fp8 import Rows, quantized, row_ranges
 from trueroll.engine.models.loader import copy_checkpoint, read_config
 from trueroll.engine.running.loading import allocate_model, load_model
 from trueroll.engine.running.ranks import Links, Topology
-from trueroll.errors import ModelError
+from trueroll.errors import ConfigError, ModelError
 from trueroll.kernels.families import describe
+from trueroll.kernels.quantization import FORMATS, round_trip
 from trueroll.kernels.ranks import Rank
+from trueroll.kernels.shards import Shard
 
 from ..drafting.mtp_models import make_mtp_model
 
@@ -107,7 +109,7 @@ def numbers(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 def test_each_number_is_multiplied_by_the_scale_of_its_block() -> None:
     stored, scales = numbers(300, 500)
-    found, expected = dequantize(stored, scales), multiplied(stored, scales)
+    found, expected = quantized(stored, scales).values(), multiplied(stored, scales)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32)) and len(found.unique()) > 1000
     for rows in row_ranges((300, 500), 128 * 500 * 4):
         part = Rows(stored, scales, rows)
@@ -127,7 +129,7 @@ def test_whole_blocks_equal_those_of_transformers() -> None:
 
     stored, scales = numbers(256, 384)
     found: Any = Fp8Dequantize(None).convert({"weight": [stored], "weight_scale_inv": [scales]})["weight"]
-    assert torch.equal(dequantize(stored, scales), found)
+    assert torch.equal(quantized(stored, scales).values(), found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -146,6 +148,34 @@ def test_a_model_has_the_bits_of_the_dequantized_values(
     named = "bfloat16" if dtype == "auto" else dtype
     [warning] = caplog.messages
     assert f"in FP8 and are dequantized to {named}; pushes must be in {named} too, without scales" in warning
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_codes_are_kept_as_they_are_stored(tmp_path: Path, family: str, backend: str) -> None:
+    """The values are those of dequantized matrices, and the native kernels hold about half of the bytes. In the whole
+    model, `int8` is another format, so values are quantized again.
+    """
+    folder = make_tiny_model(family, tmp_path / "model", "bfloat16", **FAMILIES[family])
+    make_both(folder, tmp_path / "fp8", tmp_path / "plain")
+    expected = dense(tmp_path / "fp8", backend)
+    for setting in ("auto", "fp8"):
+        assert_equal(dense(tmp_path / "fp8", backend, quantization=setting), expected)
+    loaded = load_model(EngineConfig(model=str(tmp_path / "fp8"), backend=backend, quantization="auto")).weights
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert loaded.model.spec.quantization == "fp8"
+    size, whole = loaded.tensors[name].nbytes, expected[name].nbytes
+    assert size < 0.7 * whole if backend == "cpu" else size >= whole
+    other = dense(tmp_path / "fp8", backend, quantization="int8")[name]
+    assert torch.equal(other, round_trip(expected[name], FORMATS["int8"])) and not torch.equal(other, expected[name])
+
+
+def test_a_checkpoint_that_is_partly_in_fp8_is_not_quantized_further(tmp_path: Path) -> None:
+    folder = make_tiny_model("llama", tmp_path / "model", "bfloat16", **SIZES)
+    tensors, name = make_both(folder, tmp_path / "fp8", tmp_path / "plain"), "model.layers.1.mlp.up_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    save_file(tensors | {name: load_file(folder / FILE)[name]}, tmp_path / "fp8" / FILE)
+    with pytest.raises(ConfigError, match=rf"auto would quantize 1 weights .* such as {name}; set quantization to fp8"):
+        dense(tmp_path / "fp8", quantization="auto")
 
 
 @pytest.mark.parametrize("scales_dtype", [torch.bfloat16, torch.float16])
@@ -170,6 +200,26 @@ def test_a_rank_reads_its_part(tmp_path: Path, dtype: str, most: int, monkeypatc
         assert num_bytes < 0.8 * whole_bytes
         found = {name: weight.to_dense() for name, weight in own.loaded.weights.tensors.items()}
         assert_equal(found, dense(tmp_path / "plain", "cpu", links_of(index, 2), dtype=dtype))
+
+
+@pytest.mark.parametrize("setting", ["fp8", "int8", "mxfp4", "awq"])
+@pytest.mark.parametrize("stored", ["fp8", "model"])
+def test_a_rank_holds_its_part_of_the_quantized_weights(tmp_path: Path, stored: str, setting: str) -> None:
+    """The scale of a row or block does not depend on how a matrix is divided."""
+    folder = make_tiny_model("deepseek_v3", tmp_path / "model", "bfloat16", **EXPERTS)
+    make_both(folder, tmp_path / "fp8", tmp_path / "plain")
+    settings: dict[str, Any] = dict(backend="cpu", quantization=setting)
+    whole = dense(tmp_path / stored, **settings)
+    assert not all(map(torch.equal, whole.values(), dense(tmp_path / "model", "cpu").values())), "premise"
+    for index in range(2):
+        loaded = load_model(EngineConfig(model=str(tmp_path / stored), **settings), links_of(index, 2))
+        for name, weight in loaded.weights.tensors.items():
+            part = weight.slice if isinstance(weight, Shard) else None
+            expected = whole[name]
+            if part is not None:
+                ranges = [expected.narrow(part.dim, start, length) for start, length in part.ranges]
+                expected = torch.cat(ranges, part.dim)
+            assert torch.equal(weight.to_dense(), expected), name
 
 
 def test_scales_may_lie_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tiny import MIXTURES, make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.engine.models import mxfp4
 from trueroll.engine.models.decoder import ROUTES, Decoder
 from trueroll.engine.models.loader import read_config
-from trueroll.engine.models.mxfp4 import dequantize
 from trueroll.engine.running.loading import load_dummy, load_model
 from trueroll.engine.running.ranks import Links, Topology
 from trueroll.errors import ModelError
@@ -247,6 +247,17 @@ def test_an_mxfp4_checkpoint_loads_as_in_transformers(
     assert_equal(dense(tmp_path, dtype=dtype), expected)
 
 
+def test_mxfp4_codes_are_kept_as_they_are_stored(mixture_models: dict[str, Path], tmp_path: Path, backend: str) -> None:
+    save_file(quantized(mixture_models["gpt_oss"], tmp_path), tmp_path / FILE)
+    settings: dict[str, Any] = dict(dtype="bfloat16", backend=backend)
+    expected = dense(tmp_path, **settings)
+    assert_equal(dense(tmp_path, **settings, quantization="auto"), expected)
+    loaded = load_model(EngineConfig(model=str(tmp_path), **settings, quantization="auto")).weights
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert loaded.model.spec.quantization == "mxfp4:experts"
+    assert backend != "cpu" or loaded.tensors[name].nbytes < 0.4 * expected[name].nbytes
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_rank_loads_its_experts(mixture_models: dict[str, Path], tmp_path: Path, packed: bool) -> None:
     folder = mixture_models["gpt_oss"]
@@ -272,7 +283,7 @@ def test_all_mxfp4_numbers_equal_transformers() -> None:
     scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(1, 255, 16)
     for dtype in (torch.float32, torch.bfloat16):
         expected = convert_moe_packed_tensors(blocks.contiguous(), scales.contiguous(), dtype=dtype).transpose(1, 2)
-        found = dequantize(blocks, scales).to(dtype)
+        found = torch.stack([mxfp4.quantized(*each).values() for each in zip(blocks, scales, strict=True)]).to(dtype)
         assert found.shape == expected.shape == (1, 255, 512)
         assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 

@@ -227,7 +227,7 @@ def test_workers_wait_for_weights_that_all_lost_right_after_a_push(
     """
     tensors = {name: tensor * 1.25 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
     write_old_push(fleet._weights.folder.path, tiny_llama, ("0" if told == "the fleet" else "1") * 32)
-    before, version = fleet.pids(), max(health.weight_version for health in client.healths().values()) + 1
+    before, version = fleet.pids(), max(health.weight_version or 0 for health in client.healths().values()) + 1
     with WeightPublisher("shared") as publisher:
         publisher.connect_fleet(fleet if told == "the fleet" else cluster.parent / "members.json")
         publisher.push(tensors, version)

@@ -42,7 +42,7 @@ from trueroll.weight_sync.worker import receiver as receiver_module
 from trueroll.weight_sync.worker.events import Broken, Opened, PushEvent, Reached
 from trueroll.weight_sync.worker.receiver import Receiver
 
-SHAPES = {"embed.weight": (48, 8), "layer.weight": (32, 4, 2), "norm.weight": (24,)}
+SHAPES = {"embed.weight": (384, 1), "layer.weight": (32, 4, 2), "norm.weight": (24,)}
 TIED = {"head.weight": "embed.weight"}
 PUSH_ID = "0123456789abcdef" * 2
 SECONDS = 20
@@ -158,11 +158,11 @@ def refused(event: PushEvent, *words: str) -> None:
 def test_sent_tensors_are_in_the_staging(feed: Feed) -> None:
     sent = random_tensors()
     embed, layer, norm = (sent[name] for name in SHAPES)
-    first = feed.stage(feed.rows("embed.weight", embed, 0, 32), feed.rows("norm.weight", norm, at=1024))
+    first = feed.stage(feed.rows("embed.weight", embed, 0, 256), feed.rows("norm.weight", norm, at=1024))
     assert first == STAGED
     assert feed.receiver.progress.phase == "staged"
     assert feed.receiver.progress.bytes_staged == 1024 + norm.nbytes
-    assert feed.stage(feed.rows("embed.weight", embed, 32)) == STAGED
+    assert feed.stage(feed.rows("embed.weight", embed, 256)) == STAGED
     assert feed.stage(feed.rows("layer.weight", layer)) == STAGED
     assert feed.verify() == VERIFIED
     assert feed.receiver.progress.phase == "verified"
@@ -265,7 +265,7 @@ def test_a_long_piece_is_checked_and_written_in_parts(feed: Feed, monkeypatch: p
     sent = random_tensors()
     for name in SHAPES:
         assert feed.stage(feed.rows(name, sent[name])) == STAGED
-    assert lengths == [16] * 3 + [1] * 32 + [10, 10, 4], "matrices are cut where kernels can cut them"
+    assert lengths == [128] * 3 + [1] * 32 + [10, 10, 4], "matrices are cut where kernels can cut them"
     assert feed.verify() == VERIFIED
     staging = feed.receiver.staging
     assert isinstance(staging, FakeStaging)
@@ -384,12 +384,12 @@ def test_values_that_are_not_finite_are_found_in_a_bucket_with_a_word_sum() -> N
         (dict(name="module.embed.weight"), ["module.embed.weight", "wrapper", "'module.'"]),
         (dict(name="head.weight"), ["head.weight", "tied to embed.weight"]),
         (dict(name="old.bias"), ["old.bias", "leave it out"]),
-        (dict(shape=(8, 48)), ["embed.weight", "expected shape [48, 8], found [8, 48]"]),
-        (dict(shape=(48, 16)), ["embed.weight", "expected shape"]),
-        (dict(length=49), ["embed.weight", "48 rows", "[0, 49)"]),
-        (dict(start=2**62, length=2**62), ["embed.weight", "48 rows"]),
-        (dict(length=0, num_bytes=0), ["embed.weight", "48 rows"]),
-        (dict(start=8, length=40, num_bytes=640), ["embed.weight", "a multiple of 16"]),
+        (dict(shape=(1, 384)), ["embed.weight", "expected shape [384, 1], found [1, 384]"]),
+        (dict(shape=(384, 2)), ["embed.weight", "expected shape"]),
+        (dict(length=385), ["embed.weight", "384 rows", "[0, 385)"]),
+        (dict(start=2**62, length=2**62), ["embed.weight", "384 rows"]),
+        (dict(length=0, num_bytes=0), ["embed.weight", "384 rows"]),
+        (dict(start=64, length=320, num_bytes=640), ["embed.weight", "a multiple of 128"]),
         (dict(num_bytes=766), ["embed.weight", "768 bytes", "766"]),
         (dict(offset=2), ["embed.weight", "a multiple of 64"]),
         (dict(offset=64), ["embed.weight", "within the bucket's 768 bytes"]),
@@ -402,8 +402,8 @@ def test_a_wrong_piece_is_refused(feed: Feed, change: dict[str, Any], words: lis
 
 
 def test_rows_out_of_order_are_refused(feed: Feed) -> None:
-    piece = feed.rows("embed.weight", random_tensors()["embed.weight"], 16)
-    refused(feed.stage(piece), "embed.weight", "rows from 0 on", "rows from 16 on")
+    piece = feed.rows("embed.weight", random_tensors()["embed.weight"], 128)
+    refused(feed.stage(piece), "embed.weight", "rows from 0 on", "rows from 128 on")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 767, 769, 4097, 2**62])
@@ -465,8 +465,8 @@ def test_a_tensor_that_is_incomplete_is_refused(feed: Feed) -> None:
     sent = random_tensors()
     feed.stage(feed.rows("norm.weight", sent["norm.weight"]))
     feed.stage(feed.rows("layer.weight", sent["layer.weight"]))
-    assert feed.stage(feed.rows("embed.weight", sent["embed.weight"], 0, 16)) == STAGED
-    refused(feed.verify(), "embed.weight (16 of 48 rows)")
+    assert feed.stage(feed.rows("embed.weight", sent["embed.weight"], 0, 128)) == STAGED
+    refused(feed.verify(), "embed.weight (128 of 384 rows)")
 
 
 def test_a_wrong_number_of_buckets_is_refused(feed: Feed) -> None:

@@ -5,6 +5,7 @@
 #include <math.h>
 #include <string.h>
 
+#include <type_traits>
 #include <utility>
 
 #if defined(__x86_64__)

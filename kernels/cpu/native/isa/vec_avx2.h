@@ -36,6 +36,10 @@ inline U load(const uint32_t* p) {
     const __m256i* q = reinterpret_cast<const __m256i*>(p);
     return {{_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)}};
 }
+inline U load(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {{_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes))}};
+}
 inline U add(U a, U b) { return BOTH(_mm256_add_epi32(a.v[i], b.v[i])); }
 inline U sub(U a, U b) { return BOTH(_mm256_sub_epi32(a.v[i], b.v[i])); }
 inline U bit_xor(U a, U b) { return BOTH(_mm256_xor_si256(a.v[i], b.v[i])); }
@@ -68,6 +72,37 @@ inline F split(F x, F& fraction) {
     const F held = max(set1(-250.0f), min(set1(250.0f), x)), whole = floor(held);
     fraction = sub(held, whole);
     return whole;
+}
+
+inline F signed_bytes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const U numbers = {{_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes))}};
+    return convert_signed(numbers);
+}
+inline F unsigned_bytes(const uint8_t* p) { return convert_signed(load(p)); }
+
+// The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.
+inline F e4m3_bytes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const U codes = {{_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes))}};
+    return floats(bit_and(shift_left<20>(codes), set1(0x87F00000u)));
+}
+
+// Two numbers of codes of the kind e4m3 in each lane, as bfloat16, divided by 2^120: sign, exponent and fraction of a
+// code are moved to those of a bfloat16.
+inline U e4m3_pairs(const uint8_t* p) {
+    const __m128i* q = reinterpret_cast<const __m128i*>(p);
+    const U codes = BOTH(_mm256_cvtepu8_epi16(_mm_loadu_si128(q + i)));
+    const U spread = BOTH(_mm256_srai_epi16(_mm256_slli_epi16(codes.v[i], 8), 4));
+    return bit_and(spread, set1(0x87F087F0u));
+}
+
+// The numbers of codes of the kind e2m1, in the lowest four bits of each lane. Other bits are ignored.
+inline F e2m1(U codes) {
+    const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    const U sign = shift_left<28>(bit_and(codes, set1(8u)));
+    const F magnitude = BOTH(_mm256_permutevar8x32_ps(magnitudes, codes.v[i]));
+    return floats(bit_xor(bits(magnitude), sign));
 }
 
 inline bool any_greater(F a, F b) {

@@ -28,6 +28,9 @@ inline F split(F x, F& fraction) {
 
 inline U set1(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
 inline U load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline U load(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 inline U add(U a, U b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline U sub(U a, U b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline U bit_xor(U a, U b) { return {_mm512_xor_si512(a.v, b.v)}; }
@@ -40,6 +43,33 @@ inline U shift_right(U a) { return {_mm512_srli_epi32(a.v, N)}; }
 inline U bits(F x) { return {_mm512_castps_si512(x.v)}; }
 inline F floats(U x) { return {_mm512_castsi512_ps(x.v)}; }
 inline F convert_unsigned(U x) { return {_mm512_cvtepu32_ps(x.v)}; }
+
+inline F signed_bytes(const uint8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline F unsigned_bytes(const uint8_t* p) { return {_mm512_cvtepi32_ps(load(p).v)}; }
+
+// The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.
+inline F e4m3_bytes(const uint8_t* p) {
+    const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return floats(bit_and({_mm512_slli_epi32(codes, 20)}, set1(0x87F00000u)));
+}
+
+// Two numbers of codes of the kind e4m3 in each lane, as bfloat16, divided by 2^120: sign, exponent and fraction of a
+// code are moved to those of a bfloat16.
+inline U e4m3_pairs(const uint8_t* p) {
+    const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i spread = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 4);
+    return {_mm512_and_si512(spread, _mm512_set1_epi32(static_cast<int>(0x87F087F0u)))};
+}
+
+// The numbers of codes of the kind e2m1, in the lowest four bits of each lane. Other bits are ignored.
+inline F e2m1(U codes) {
+    const __m512 numbers = _mm512_setr_ps(
+        0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f
+    );
+    return {_mm512_permutexvar_ps(codes.v, numbers)};
+}
 
 inline bool any_greater(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
 inline U select_nan(F a, U x, U y) {

@@ -31,6 +31,7 @@ inline F floor(F x) {
 
 inline U set1(uint32_t x) { EACH_LANE(U, x); }
 inline U load(const uint32_t* p) { EACH_LANE(U, p[i]); }
+inline U load(const uint8_t* p) { EACH_LANE(U, p[i]); }
 inline U add(U a, U b) { EACH_LANE(U, a.v[i] + b.v[i]); }
 inline U sub(U a, U b) { EACH_LANE(U, a.v[i] - b.v[i]); }
 inline U bit_xor(U a, U b) { EACH_LANE(U, a.v[i] ^ b.v[i]); }
@@ -72,6 +73,30 @@ inline F split(F x, F& fraction) {
     const F held = max(set1(-250.0f), min(set1(250.0f), x)), whole = floor(held);
     fraction = sub(held, whole);
     return whole;
+}
+
+inline F signed_bytes(const uint8_t* p) { EACH_LANE(F, static_cast<float>(static_cast<int8_t>(p[i]))); }
+inline F unsigned_bytes(const uint8_t* p) { EACH_LANE(F, static_cast<float>(p[i])); }
+
+// The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.
+inline F e4m3_bytes(const uint8_t* p) {
+    const U codes = load(p);
+    return floats(bit_xor(shift_left<24>(bit_and(codes, set1(0x80u))), shift_left<20>(bit_and(codes, set1(0x7Fu)))));
+}
+
+// Two numbers of codes of the kind e4m3 in each lane, as bfloat16, divided by 2^120: sign, exponent and fraction of a
+// code are moved to those of a bfloat16.
+inline U e4m3_pairs(const uint8_t* p) {
+    U codes;
+    for (int i = 0; i < 16; ++i) codes.v[i] = static_cast<uint32_t>(p[2 * i]) | static_cast<uint32_t>(p[2 * i + 1]) << 16;
+    const U signs = shift_left<8>(bit_and(codes, set1(0x00800080u)));
+    return bit_xor(signs, shift_left<4>(bit_and(codes, set1(0x007F007Fu))));
+}
+
+// The numbers of codes of the kind e2m1, in the lowest four bits of each lane. Other bits are ignored.
+inline F e2m1(U codes) {
+    const U magnitude = shift_left<22>(bit_and(codes, set1(7u))), sign = shift_left<28>(bit_and(codes, set1(8u)));
+    return floats(bit_xor(bits(mul(floats(magnitude), set1(0x1p126f))), sign));
 }
 
 inline bool any_greater(F a, F b) {

@@ -110,6 +110,30 @@ struct Run {
         return weight;
     }
 
+    // Products with quantized matrices, which kernels/cpu/quantized.py describes.
+    void quantized_products(long rows, long k, long n) const {
+        const struct {
+            long bits, group, header, shared;
+        } formats[] = {{8, 128, 0, 64}, {8, k, 0, 64}, {8, k, 0, 64}, {8, 32, 0, 16}, {4, 32, 0, 16}, {4, 16, 64, 16}, {4, 128, 0, 48}};
+        Values x = random(rows * k), out = random(rows * n);
+        for (int format = 1; format <= 7; ++format) {
+            const auto& [bits, group, header, shared] = formats[format - 1];
+            const long padded = round_up(k, 32), groups = group == k ? 1 : round_up(padded, group) / group;
+            const long bytes = round_up(n, 16) / 16 * (header + groups * shared + padded * 2 * bits);
+            std::vector<uint8_t> weight(static_cast<size_t>(bytes));
+            // All scales that consist of such bytes are small and positive.
+            for (uint8_t& byte : weight) byte = static_cast<uint8_t>(random_value() * 8.0f + 16.0f);
+            trueroll_linear(
+                threads, bfloat16, x.data(), rows, k, weight.data(), format, n, nullptr, nullptr, 2, 48, out.data()
+            );
+            digest->add(out);
+            trueroll_gate_up(
+                threads, bfloat16, x.data(), rows, k, weight.data(), format, weight.data(), format, n, 0, out.data()
+            );
+            digest->add(out);
+        }
+    }
+
     // Pieces of a push: rows that are packed, and bytes that are copied or only hashed.
     void pieces(long n, long k) const {
         Values dense = random(n * k, false), weight = packed(n, k), back = random(n * k, false), copy = random(n * k);
@@ -144,24 +168,25 @@ struct Run {
             digest->add(normed);
         }
         merge(n, k, 3);
+        quantized_products(rows, k, n);
         if (n * k >= 121) pieces(n, k);
         for (void* b : {static_cast<void*>(nullptr), bias.data()})
             for (void* r : {static_cast<void*>(nullptr), residual.data()}) {
                 for (long pieces : {1, 2, 8}) {
                     trueroll_linear(
-                        threads, bfloat16, x.data(), rows, k, weight.data(), n, b, r, pieces, 48, out.data()
+                        threads, bfloat16, x.data(), rows, k, weight.data(), 0, n, b, r, pieces, 48, out.data()
                     );
                     digest->add(out);
                 }
             }
         std::vector<float> sums(static_cast<size_t>(rows * n));
         for (long pieces : {1, 4}) {
-            trueroll_back_sums(threads, bfloat16, x.data(), rows, k, weight.data(), n, pieces, 16, sums.data());
+            trueroll_back_sums(threads, bfloat16, x.data(), rows, k, weight.data(), 0, n, pieces, 16, sums.data());
             digest->add(sums);
         }
         for (int activation : {0, 1, 2, 3}) {
             trueroll_gate_up(
-                threads, bfloat16, x.data(), rows, k, weight.data(), up.data(), n, activation, out.data()
+                threads, bfloat16, x.data(), rows, k, weight.data(), 0, up.data(), 0, n, activation, out.data()
             );
             digest->add(out);
             trueroll_gate_mul(threads, bfloat16, out.data(), residual.data(), rows * n, activation, out.data());
@@ -238,8 +263,11 @@ struct Run {
     // all blocks but the last. Tasks of few rows follow those of many; their keys and values are prefetched only if a
     // block is one panel. At the end two layers run, with the same weights and caches. A window, which the second layer
     // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: sinks, a bias after
-    // attention, and biases and norms of q and k, of all heads at once if there is a window.
-    void layer(long block_size, long heads, long kv_heads, long size, bool extras, long window = 0) const {
+    // attention, and biases and norms of q and k, of all heads at once if there is a window. `format`: of the caches, as
+    // `CacheFormat` in common.h.
+    void layer(
+        long block_size, long heads, long kv_heads, long size, bool extras, long window = 0, int format = 0
+    ) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 20, 49};
         const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
         std::vector<int64_t> starts(lens.size() + 1), tables(lens.size() * static_cast<size_t>(max_blocks)), old, fresh;
@@ -255,11 +283,13 @@ struct Run {
             }
         const long rows = static_cast<long>(fresh.size()), written = static_cast<long>(old.size());
         const long k = 33, width = kv_heads * size;
-        Values keys(bfloat16, blocks * block_size * width), values(bfloat16, blocks * block_size * width);
+        const long item = bfloat16 ? 2 : 4, row = format == 0 ? size * item : size + 6 - 2 * format;
+        const long cached = blocks * block_size * kv_heads * row / item;
+        Values keys(bfloat16, cached), values(bfloat16, cached);
         Values old_keys = random(written * width), old_values = random(written * width);
         trueroll_write_kv(
-            bfloat16, old_keys.data(), old_values.data(), old.data(), written, keys.data(), values.data(), block_size,
-            kv_heads, size, size
+            threads, bfloat16, old_keys.data(), old_values.data(), old.data(), written, keys.data(), values.data(), format,
+            block_size, kv_heads, size, size
         );
         Values x = random(rows * k), norm = random(k, false);
         Values q = random(rows * heads * size), out = random(rows * heads * size);
@@ -276,22 +306,22 @@ struct Run {
             wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm)
         };
         const auto mixer = [&](long window) {
-            std::vector<double> numbers(13);
+            std::vector<double> numbers(14);
             const long whole[] = {heads, kv_heads, size};
             std::copy(whole, whole + 3, numbers.begin());
             numbers[3] = 1e-5, numbers[5] = over_heads, numbers[6] = 0.125, numbers[7] = static_cast<double>(window);
-            numbers[8] = window > 0 ? 3.0 : 0.0, numbers[10] = static_cast<double>(size / 2);
+            numbers[8] = window > 0 ? 3.0 : 0.0, numbers[10] = static_cast<double>(size / 2), numbers[13] = format;
             return numbers;
         };
         const std::vector<double> numbers = mixer(window);
         Values sinks = random(heads, false), o_bias = random(k, false);
         trueroll_qkv(
-            threads, bfloat16, x.data(), rows, k, filled(numbers), filled(for_qkv), keys.data(), values.data(),
-            cosines.data(), sines.data(), nullptr, fresh.data(), block_size, q.data()
+            threads, bfloat16, x.data(), rows, k, filled(numbers), filled(for_qkv), 0, 0, 0, keys.data(),
+            values.data(), cosines.data(), sines.data(), nullptr, fresh.data(), block_size, q.data()
         );
         trueroll_attention(
-            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, size, block_size, sequences,
-            starts.data(), lens.data(), tables.data(), max_blocks, nullptr, 0.125f, window, window > 0 ? 3.0f : 0.0f,
+            threads, bfloat16, q.data(), keys.data(), values.data(), format, heads, kv_heads, size, size, block_size,
+            sequences, starts.data(), lens.data(), tables.data(), max_blocks, nullptr, 0.125f, window, window > 0 ? 3.0f : 0.0f,
             extra(sinks), out.data()
         );
         digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
@@ -301,8 +331,8 @@ struct Run {
             for (long query = 0; query < counts[i]; ++query)
                 ends.push_back(query < 2 && counts[i] > 2 ? lens[i] - counts[i] + query + 1 : lens[i]);
         trueroll_attention(
-            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, size, block_size, sequences,
-            starts.data(), lens.data(), tables.data(), max_blocks, filled(ends), 0.125f, window,
+            threads, bfloat16, q.data(), keys.data(), values.data(), format, heads, kv_heads, size, size, block_size,
+            sequences, starts.data(), lens.data(), tables.data(), max_blocks, filled(ends), 0.125f, window,
             window > 0 ? 3.0f : 0.0f, extra(sinks), out.data()
         );
         digest->add(out);
@@ -315,8 +345,8 @@ struct Run {
             std::vector<const void*> for_both = for_qkv;
             for_both[0] = both.data(), for_both[3] = extras ? two_biases.bytes().data() : nullptr;
             trueroll_qkv(
-                threads, bfloat16, x.data(), rows, k, filled(gated), filled(for_both), keys.data(), values.data(),
-                cosines.data(), sines.data(), scales.data(), fresh.data(), block_size, wide.data()
+                threads, bfloat16, x.data(), rows, k, filled(gated), filled(for_both), 0, 0, 0, keys.data(),
+                values.data(), cosines.data(), sines.data(), scales.data(), fresh.data(), block_size, wide.data()
             );
             digest->add(wide), digest->add(keys);
         }
@@ -335,6 +365,7 @@ struct Run {
             specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
             specs.insert(specs.end(), 16, 0.0);
             specs.insert(specs.end(), {2.0, 16.0, 16.0, 1.0});
+            specs.insert(specs.end(), 10, 0.0);
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
             layers.insert(layers.end(), {o.data(), extra(o_bias), extra(sinks)});
@@ -423,14 +454,14 @@ struct Run {
             }
         trueroll_experts(
             threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(), extra(down_bias),
-            count, n, top_k, 1, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), extras ? 2 : 1, out.data()
+            0, 0, count, n, top_k, 1, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), extras ? 2 : 1, out.data()
         );
         digest->add(out);
         std::vector<float> sums(static_cast<size_t>(rows * k));
         for (long first : {0L, 1L, count}) {  // all experts, all but one, and none
             trueroll_expert_sums(
                 threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(),
-                extra(down_bias), first, count, n, top_k, !extras, 0, chosen.data(), gates.data(), extras ? 4 : 1, sums.data()
+                extra(down_bias), 0, 0, first, count, n, top_k, !extras, 0, chosen.data(), gates.data(), extras ? 4 : 1, sums.data()
             );
             digest->add(sums);
         }
@@ -469,7 +500,7 @@ struct Run {
             mixer.insert(mixer.end(), {whole(kernel), 1e-6});
             if (!is_delta_net)
                 mixer = {0.0, whole(value_heads), 1.0, whole(size), 1e-5, 1.0, 0.0, 0.125, 0.0, 0.0, 0.0, pairs, 0.0, 1.0};
-            mixer.resize(14);
+            mixer.resize(15);
             specs.insert(specs.end(), mixer.begin(), mixer.end());
             specs.insert(specs.end(), {whole(has_experts ? inner : n), 0.0, 1e-5, 1.0});
             if (has_experts)
@@ -482,6 +513,7 @@ struct Run {
             else
                 specs.insert(specs.end(), {0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0});
             specs.insert(specs.end(), {2.0, 16.0, 16.0, 1.0});
+            specs.insert(specs.end(), 10, 0.0);
             layers.insert(layers.end(), {norm.data(), nullptr});
             if (is_delta_net)
                 layers.insert(layers.end(), {qkv.data(), z.data(), b.data(), a.data()}),
@@ -530,6 +562,9 @@ struct Run {
         mixture(13, 48, 5, 16, 3, true), mixture(260, 16, 2, 48, 1, false);
         products(13, 130, 33), head(5, 33, 1001), layer(24, 3, 1, size, true), layer(16, 2, 2, other, false);
         layer(24, 3, 1, size, true, 150), layer(16, 2, 2, other, false, 13);
+        for (const int format : {1, 2}) {
+            layer(24, 3, 1, size, true, 0, format), layer(16, 2, 2, other, false, 13, format);
+        }
     }
 
     void everything() const {

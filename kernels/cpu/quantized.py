@@ -1,0 +1,247 @@
+"""Quantized matrices in the layout of the native kernels, which expand them to plain panels block by block
+(native/codes.h).
+
+A matrix is padded to whole panels of 16 rows, and to a multiple of 32 columns. A panel is contiguous, so a slice of
+rows that begins at a panel is a slice of the memory. A panel holds, one after the other:
+
+- for `nvfp4`, the 16 row scales, float32;
+- for each group of columns (`Format.group`; all columns if the format has one scale for each row):
+    - the 16 scales of its rows, in the dtype of `Quantized.scales`;
+    - for `awq`, the 16 zero points of its rows, one byte each;
+    - the codes. `int8`: 16 bytes for each column. `e4m3`: 32 bytes for each two columns, with a row's two codes side by
+      side. Codes of 4 bits: 16 bytes for each two columns, with the left column's code in the lower half of a row's
+      byte.
+
+So a row takes 1 byte for each column in `int8`, `fp8_channel` and `fp8`, and half a byte in `mxfp4`, `nvfp4` and `awq`.
+In addition, a row takes 4 bytes in `int8` and `fp8_channel`, 4 bytes for each 128 columns in `fp8`, 1 byte for each 32
+columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`, and 3 bytes for each 128 columns in
+`awq`. Padding has codes of the number 0 and scales of 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..quantization import FORMATS, ROWS, Format, Quantized, join, quantize, refuse_elements
+
+PANEL_ROWS = 16
+COLUMN_MULTIPLE = 32
+_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "float16": torch.float16}
+_E8M0_ONE = 127
+FORMAT_NUMBERS: dict[str, int] = {name: number for number, name in enumerate(FORMATS, 1)}
+"""The numbers of `Format` in native/common.h. A plain matrix has the number 0."""
+
+
+class QuantizedWeight:
+    """A matrix [rows, columns] of codes and scales, with the values of `Quantized.values`, rounded to `dtype`.
+
+    `dtype`: the dtype of the tensors that `copy_` receives and of the activations. `unit`: as in `quantize`. `data`:
+    the panels, uint8 [padded rows, bytes of a row]. `first`: the index of the first row in the matrix that `new` made,
+    which has `whole_rows` rows.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        format: Format,
+        unit: int | None,
+        data: Tensor,
+        first: int = 0,
+        whole_rows: int | None = None,
+    ) -> None:
+        self.shape, self.dtype, self.format, self.unit, self.data = torch.Size(shape), dtype, format, unit, data
+        self._first, self._whole_rows = first, shape[0] if whole_rows is None else whole_rows
+
+    @classmethod
+    def new(
+        cls, rows: int, columns: int, empty: Callable[..., Tensor], format: Format, unit: int | None
+    ) -> QuantizedWeight:
+        """Return an uninitialized weight. The weight's memory comes from `empty(*shape, dtype=torch.uint8)`."""
+        panels = -(-rows // PANEL_ROWS)
+        row_bytes = _sizes(format, columns)[2] // PANEL_ROWS
+        data = empty(panels * PANEL_ROWS, row_bytes, dtype=torch.uint8)
+        return cls((rows, columns), empty(0).dtype, format, unit, data)
+
+    @property
+    def pointer(self) -> int:
+        """The address of the panels."""
+        return self.data.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory size of the weight in bytes, padding included."""
+        return self.data.nbytes
+
+    def copy_(self, source: Tensor | Quantized | QuantizedWeight) -> None:
+        """Store a tensor, which is converted to `dtype` and quantized; or a quantized matrix of this format.
+
+        Raise ValueError for a source of another shape or format; for NaN and infinite elements and scales; and if the
+        rows of a tensor do not consist of whole blocks of rows.
+        """
+        if source.shape != self.shape:
+            raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
+        if isinstance(source, Tensor):
+            return self._pack(self._quantize(source.to("cpu", self.dtype)))
+        if source.format != self.format:
+            raise ValueError(f"weight must be in the format {self.format.name} (got {source.format.name})")
+        if isinstance(source, Quantized):
+            _require_finite(source)
+            return self._pack(source)
+        # torch is not used here, since torch's threads would compete with ops that run in other threads.
+        ctypes.memmove(self.pointer, source.pointer, self.nbytes)
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        """Raise ValueError, unless there are no elements."""
+        refuse_elements(self.format, index)
+
+    def narrow(self, dim: int, start: int, length: int) -> QuantizedWeight:
+        """Return rows [start, start + length) as a weight that shares this weight's memory. Raise ValueError unless the
+        first row begins a panel, and the last row ends a panel or is the last row of the weight.
+        """
+        check_rows(self.shape[0], dim, start, length)
+        data = self.data.narrow(0, start, -(-length // PANEL_ROWS) * PANEL_ROWS)
+        shape = length, self.shape[1]
+        return QuantizedWeight(shape, self.dtype, self.format, self.unit, data, self._first + start, self._whole_rows)
+
+    def to_dense(self) -> Tensor:
+        """Return a plain tensor [rows, columns] with the same values."""
+        return self.quantized().values().to(self.dtype)
+
+    def quantized(self) -> Quantized:
+        """Return a copy of the codes and scales."""
+        (rows, columns), format = self.shape, self.format
+        header, shared, panel_bytes = _sizes(format, columns)
+        group, groups, _ = _groups(format, columns)
+        panels = self.data.view(-1, panel_bytes)
+        num_codes = group * PANEL_ROWS * format.bits // 8
+        body = pad(panels[:, header:], (0, groups * (shared + num_codes) - (panel_bytes - header)))
+        of_groups = body.unflatten(1, (groups, -1))
+        codes = _codes_of_rows(of_groups[..., shared:].flatten(1), format)[:rows, :columns].contiguous()
+        used = -(-columns // group)
+        size = _DTYPES[format.scale].itemsize * PANEL_ROWS
+        scales = _rows_first(of_groups[..., :size].contiguous().view(_DTYPES[format.scale]))[:rows, :used]
+        zeros = _rows_first(of_groups[..., size:shared])[:rows, :used] if shared > size else None
+        row_scales = panels[:, :header].contiguous().view(torch.float32).flatten()[:rows] if header else None
+        return Quantized(format, codes, scales, zeros, row_scales)
+
+    def _quantize(self, matrix: Tensor) -> Quantized:
+        """Quantize the rows of this weight. The blocks of rows are those of the whole matrix."""
+        count, unit = len(matrix), min(self.unit or self._whole_rows, self._whole_rows)
+        if not _shares_rows(self.format) or not count:
+            return quantize(matrix, self.format)
+        start, end = self._first % unit, (self._first + count) % unit
+        if start % ROWS or end % ROWS:
+            raise ValueError(
+                f"a slice of rows that is quantized to {self.format.name} must begin and end at multiples of {ROWS} "
+                f"rows of a matrix with {unit} rows (got [{start}, {start + count}))"
+            )
+        if start == end == 0:
+            return quantize(matrix, self.format, unit)
+        cuts = [0, *range(unit - start, count, unit), count]
+        return join([quantize(matrix[a:b], self.format) for a, b in pairwise(cuts)], 0)
+
+    def _pack(self, source: Quantized) -> None:
+        (rows, columns), format = self.shape, self.format
+        header, shared, panel_bytes = _sizes(format, columns)
+        group, groups, wide = _groups(format, columns)
+        below, zeros = -rows % PANEL_ROWS, source.zeros
+        codes = source.codes.cpu()
+        if zeros is not None:
+            codes = torch.cat((codes, zeros.cpu()[:, -1:].expand(rows, wide - columns)), 1)
+        codes = pad(codes, (0, wide - codes.shape[1], 0, below))
+        parts = [_panels_first(source.scales.cpu(), groups, below, _E8M0_ONE if format.scale == "e8m0" else 1)]
+        parts += [] if zeros is None else [_panels_first(zeros.cpu(), groups, below, 0)]
+        parts += [_codes_of_panels(codes, format).unflatten(1, (groups, -1))]
+        body = torch.cat(parts, 2).flatten(1)
+        panels = self.data.view(-1, panel_bytes)
+        if source.row_scales is not None:
+            panels[:, :header] = (
+                pad(source.row_scales.cpu(), (0, below), value=1.0).view(-1, PANEL_ROWS).view(torch.uint8)
+            )
+        panels[:, header:] = body[:, : panel_bytes - header]
+
+
+def check_rows(rows: int, dim: int, start: int, length: int) -> None:
+    """Raise ValueError unless the rows [start, start + length) of a matrix with `rows` rows are whole panels."""
+    end = start + length
+    if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == rows):
+        raise ValueError(
+            f"a slice of weight rows must begin and end at multiples of {PANEL_ROWS}, in dim 0 (got [{start}, "
+            f"{end}) in dim {dim})"
+        )
+    if not 0 <= start <= end <= rows:
+        raise ValueError(f"a slice of weight rows must lie in [0, {rows}) (got [{start}, {end}))")
+
+
+def _shares_rows(format: Format) -> bool:
+    """Return whether several rows share a scale."""
+    return format.rows > 1 or format.scale == "e4m3"
+
+
+def _groups(format: Format, columns: int) -> tuple[int, int, int]:
+    """Return the columns of a group, the number of groups in a panel, and the columns of all these groups."""
+    padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    group = format.group(padded)
+    groups = -(-padded // group)
+    return group, groups, groups * group
+
+
+def _sizes(format: Format, columns: int) -> tuple[int, int, int]:
+    """Return the bytes of a panel's header, the bytes before the codes of each group, and the bytes of a panel."""
+    header = 4 * PANEL_ROWS if format.scale == "e4m3" else 0
+    shared = (_DTYPES[format.scale].itemsize + (format.element == "int4")) * PANEL_ROWS
+    padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    codes = padded * PANEL_ROWS * format.bits // 8
+    return header, shared, header + _groups(format, columns)[1] * shared + codes
+
+
+def _codes_of_panels(codes: Tensor, format: Format) -> Tensor:
+    """Return codes [R, C] in the order of the panels, uint8 [panels, bytes]."""
+    pairs = codes.view(-1, PANEL_ROWS, codes.shape[1] // 2, 2)
+    if format.element == "int8":
+        return pairs.permute(0, 2, 3, 1).flatten(1)
+    pairs = pairs.transpose(1, 2)
+    return (pairs if format.bits == 8 else pairs[..., 0] | pairs[..., 1] << 4).flatten(1)
+
+
+def _codes_of_rows(panels: Tensor, format: Format) -> Tensor:
+    """Return codes [panels, bytes] as [R, C]."""
+    if format.element == "int8":
+        return panels.unflatten(1, (-1, PANEL_ROWS)).transpose(1, 2).flatten(0, 1)
+    pairs = panels.unflatten(1, (-1, 2) if format.bits == 8 else (-1, 1))
+    if format.bits == 4:
+        pairs = torch.cat((pairs & 15, pairs >> 4), 2)
+    return pairs.unflatten(1, (-1, PANEL_ROWS)).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _panels_first(of_rows: Tensor, groups: int, below: int, fill: int) -> Tensor:
+    """Pad numbers of rows and groups [R, G], and return the bytes of each panel and group, uint8 [panels, groups,
+    bytes].
+    """
+    rows, found = of_rows.shape
+    padded = torch.full((rows + below, groups), fill, dtype=torch.float32).to(of_rows.dtype)
+    padded[:rows, :found] = of_rows
+    return padded.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def _rows_first(of_panels: Tensor) -> Tensor:
+    """Return numbers [panels, groups, 16] as [R, G]."""
+    return of_panels.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _require_finite(source: Quantized) -> None:
+    """Raise ValueError if a code or a scale stands for NaN or an infinite number."""
+    bad = int((~source.float_scales().isfinite()).sum())
+    if source.format.element == "e4m3":
+        bad += int(((source.codes & 0x7F) == 0x7F).sum())
+    if bad:
+        raise ValueError(
+            f"{bad} codes or scales in {source.format.name} are NaN or infinite, which a weight cannot hold"
+        )

@@ -1,0 +1,132 @@
+"""Pushes to workers with quantized weights. The trainer pushes bfloat16, and each worker quantizes once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapters import ATTENTION, adapt
+from matrix import thinned
+from transformers import AutoModelForCausalLM
+
+from tiny import make_tiny_model
+from trueroll.errors import PushError
+from trueroll.kernels.precision import roundings, with_quantization
+from trueroll.kernels.quantization import FORMATS
+from trueroll.kernels.training import align, token_log_probs
+from trueroll.rollout import RolloutClient, SamplingParams
+from trueroll.rollout.auditing import audit
+from trueroll.weight_sync.trainer.sender import BUCKET_BYTES
+
+from .test_expert_pushes import assert_equal, dense, publishing, serving
+
+PROMPT, PARAMS = list(range(3, 13)), SamplingParams(n=2, max_tokens=6, ignore_eos=True)
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with matrices whose rows do not fill whole blocks of 128."""
+    return make_tiny_model("llama", tmp_path_factory.mktemp("model"), intermediate_size=320)
+
+
+def trainer_of(folder: Path, setting: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    align(model, quantization=setting)
+    return model
+
+
+@pytest.mark.parametrize("setting", FORMATS)
+@thinned(lambda setting: setting in ("fp8", "int8", "nvfp4"))
+def test_bits_are_equal_after_twenty_optimizer_steps(
+    folder: Path, tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has float32 parameters under autocast, and large matrices come in several buckets."""
+    monkeypatch.setitem(BUCKET_BYTES, "shared", 2**16)
+    address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, setting)
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    with (
+        serving(folder, address, dtype="bfloat16", quantization=setting) as engine,
+        publishing(address, "shared") as to,
+        RolloutClient(address) as client,
+    ):
+        for version in range(1, STEPS + 1):
+            to.push(model, version)
+            [group] = client.generate([PROMPT], PARAMS, seed=version, min_weight_version=version)
+            ids = torch.tensor([PROMPT + sample.token_ids for sample in group.samples])
+            with torch.autocast("cpu", torch.bfloat16):
+                found = token_log_probs(model, ids)[:, len(PROMPT) :]
+            sampled = np.stack([sample.logprobs for sample in group.samples if sample.logprobs is not None])
+            assert found.detach().numpy().tobytes() == sampled.tobytes()
+            seen.append(sampled.tobytes())
+            (found * torch.tensor([[1.0], [-1.0]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(set(seen)) == STEPS, "premise: each step changes the samples"
+        to.push(model, STEPS + 1)
+        rounded = roundings(with_quantization(model._aligned.spec, setting))
+        pushed = {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
+        expected = {name: rounded[name](each) if name in rounded else each for name, each in pushed.items()}
+        assert any(not torch.equal(expected[name], pushed[name]) for name in rounded), "premise: values are rounded"
+        assert_equal(dense(engine), {name: expected[name] for name in engine.weights.shapes})
+        whole = sum(each.nbytes for each in pushed.values())
+        assert engine.weights.num_bytes < whole
+
+
+def test_what_cannot_be_quantized_is_refused(folder: Path, tmp_path: Path) -> None:
+    """NaN, single elements and adapters. The old weights are served."""
+    address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "fp8")
+    with (
+        serving(folder, address, dtype="bfloat16", quantization="fp8") as engine,
+        publishing(address, "shared", sparse=True) as to,
+        RolloutClient(address) as client,
+    ):
+        to.push(model, 1)
+        before, weight = dense(engine), model.model.layers[0].mlp.up_proj.weight
+        with torch.no_grad():
+            weight[130, 7] += 1.0
+            with pytest.raises(PushError, match=r"up_proj.weight: single elements .* in fp8 cannot be replaced"):
+                to.push(model, 2)
+            weight[130, 7] = torch.nan
+        with publishing(address, "shared", reject_nonfinite=False) as plain:
+            with pytest.raises(PushError, match=r"up_proj.weight: 1 of \d+ values are NaN or infinite, which fp8"):
+                plain.push(model, 2)
+            adapted = adapt(folder, target_modules=ATTENTION)
+            with pytest.raises(PushError, match="a worker with weights in fp8 does not keep the base weights"):
+                plain.push(adapted, 2, adapters=True)
+        assert_equal(dense(engine), before)
+        assert client.health().weight_version == 1
+
+
+@pytest.mark.parametrize("setting", ["int8", "fp8"])
+def test_an_adapted_trainer_agrees_after_a_push_of_merged_weights(folder: Path, tmp_path: Path, setting: str) -> None:
+    address, model = f"ipc://{tmp_path}/worker", adapt(folder, target_modules="all-linear")
+    align(model, quantization=setting)
+    with (
+        serving(folder, address, dtype="bfloat16", quantization=setting),
+        publishing(address, "shared") as to,
+        RolloutClient(address) as client,
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        to.push(model, 1)
+        found = audit(model, client, [PROMPT], PARAMS)
+    assert not found.causes and found.num_different == 0 and found.num_tokens > 0
+
+
+def test_an_audit_names_another_quantization_and_other_weights(folder: Path, tmp_path: Path) -> None:
+    address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "fp8").bfloat16()
+    other = trainer_of(folder, "int8").bfloat16()
+    with (
+        serving(folder, address, dtype="bfloat16", quantization="fp8"),
+        RolloutClient(address) as client,
+    ):
+        assert not audit(model, client, [PROMPT], PARAMS).causes
+        [cause] = audit(other, client, [PROMPT], PARAMS).causes
+        assert cause.name == "quantization" and 'call align(model, quantization="fp8")' in cause.text
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        [cause] = audit(model, client, [PROMPT], PARAMS).causes
+        assert cause.name == "weights" and "layers.0.mlp.up_proj" in cause.text
