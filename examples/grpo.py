@@ -148,20 +148,28 @@ class Tasks:
 
 class Trainer:
     """A model with its optimizer. The weights are float32, and the model computes in bfloat16. `params`: the parameters
-    of the samples. `version`: number of steps so far.
+    of the samples. `formats`: settings of low precision that worker and trainer share. `version`: number of steps so
+    far.
     """
 
     rank, num_ranks = 0, 1
     learning_rate, pushes_adapters = LEARNING_RATE, False
     masks: GrammarMasks | None = None  # for samples with a grammar
 
-    def __init__(self, folder: Path, is_aligned: bool, staleness: int, params: SamplingParams = PARAMS) -> None:
-        self.params = params
+    def __init__(
+        self,
+        folder: Path,
+        is_aligned: bool,
+        staleness: int,
+        params: SamplingParams = PARAMS,
+        formats: dict[str, str] | None = None,
+    ) -> None:
+        self.params, self.formats = params, formats or {}
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self._adapt()
         self.version, self.is_aligned, self.is_on_policy = 0, is_aligned, is_aligned and not staleness
         if is_aligned:
-            align(self.model)
+            align(self.model, **self.formats)
         self._shard()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)
 
@@ -453,7 +461,7 @@ class Rollouts:
         return self.resources.enter_context(client)
 
     def _settings(self) -> dict[str, Any]:
-        return dict(dtype="bfloat16", max_model_len=self.max_model_len)
+        return dict(dtype="bfloat16", max_model_len=self.max_model_len, **self.trainer.formats)
 
     def _push(self) -> None:
         self.client.wake_up(["weights"])
@@ -606,6 +614,8 @@ def main(
     fsdp: Annotated[int, typer.Option(min=1, max=2, help="Number of training processes (FSDP2).")] = 1,
     lora: Annotated[int, typer.Option(min=0, help="Rank of the LoRA adapter to train; 0: train all weights.")] = 0,
     sampling: Annotated[str, typer.Option(help="More sampling parameters, as a JSON object.")] = "",
+    quantization: Annotated[str, typer.Option(help="Format of the weights, such as fp8.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Format of keys and values, such as int8.")] = "auto",
     beside: Annotated[
         Path | None, typer.Option(help="Folder of another run; the plot shows the mismatch of both runs.")
     ] = None,
@@ -620,13 +630,17 @@ def main(
         raise typer.BadParameter("--sleep needs --staleness 0: with --staleness 1 the worker generates during training")
     if lora and (sleep == 2 or fsdp > 1):
         raise typer.BadParameter("--lora needs --fsdp 1 and --sleep 0 or 1: the worker must keep its base weights")
+    if lora and quantization != "none":
+        raise typer.BadParameter("--lora needs --quantization none: a worker adds adapters to weights that it keeps")
     if beside is not None and not (beside / "metrics.csv").exists():
         raise typer.BadParameter(f"--beside: {beside} has no metrics.csv; give the --out folder of a finished run")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
-    settings |= dict(lora=lora, sampling=sampling)
+    formats = {} if quantization == "none" else dict(quantization=quantization)
+    formats |= {} if kv_cache_dtype == "auto" else dict(kv_cache_dtype=kv_cache_dtype)
+    settings |= dict(lora=lora, sampling=sampling) | formats
     folder = resolve_model(model)
     with ExitStack() as ranks, ExitStack() as resources:
-        arguments = folder, not unaligned, staleness, params
+        arguments = folder, not unaligned, staleness, params, formats
         if fsdp > 1:
             trainer = start_ranks(ranks, fsdp, *arguments)
         else:

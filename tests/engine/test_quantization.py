@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from matrix import thinned
 
 from tiny import make_tiny_model
+from trueroll.engine.config import KvCacheDtype, Quantization
+from trueroll.kernels.cache_formats import AUTO, CACHE_FORMATS
+from trueroll.kernels.precision import SETTINGS
 from trueroll.kernels.quantization import FORMATS
 from trueroll.kernels.training import align, aligned_with
 
@@ -36,3 +39,9 @@ def test_a_trainer_computes_the_bits_of_a_worker_with_quantized_weights(
     assert aligned_with(model)._asdict().items() <= asdict(make_engine(folder, **settings).info).items()
     assert count_differences(packed(plain, rollout), rollout) > 0, "premise: the format changes values"
     assert [count_differences(batch(model, rollout), rollout) for batch in (packed, padded)] == [0, 0]
+
+
+def test_the_engine_knows_all_formats() -> None:
+    """The configuration lists the formats itself, because it does not import torch."""
+    assert set(get_args(Quantization)) == {"auto", *SETTINGS}
+    assert set(get_args(KvCacheDtype)) == {AUTO, *CACHE_FORMATS}

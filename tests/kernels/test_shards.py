@@ -117,7 +117,7 @@ def test_the_shards_of_all_ranks_hold_a_whole_tensor(served: Served, division: s
 @pytest.mark.parametrize("layout", [StackLayout(), StackLayout(transposed=True, in_turn=True)])
 def test_the_shards_of_a_stack_hold_all_experts(layout: StackLayout) -> None:
     def stack(part: Slice) -> Shard:
-        return Shard(Stack.new(lambda n, m, empty: empty(n, m), torch.empty, (part.length, 4, 6), layout), part)
+        return Shard(Stack.new(lambda n, m, empty, unit: empty(n, m), torch.empty, (part.length, 4, 6), layout), part)
 
     shards = Shards([stack(Slice(0, 6, (each,))) for each in ((0, 3), (3, 3))])
     tensor = torch.randn(layout.shape((6, 4, 6)), generator=torch.Generator().manual_seed(0))
@@ -138,7 +138,8 @@ def test_a_shard_of_a_stack_has_some_experts(layout: StackLayout) -> None:
     shape = layout.shape((6, 4, 5))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     shard = Shard(
-        Stack.new(lambda rows, columns, empty: empty(rows, columns), empty, (2, 4, 5), layout), Slice(0, 6, ((3, 2),))
+        Stack.new(lambda rows, columns, empty, unit: empty(rows, columns), empty, (2, 4, 5), layout),
+        Slice(0, 6, ((3, 2),)),
     )
     assert shard.shape == shape and shard.nbytes == 2 * 4 * 5 * 4
     for expert in range(6):

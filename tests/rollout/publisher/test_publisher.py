@@ -47,7 +47,7 @@ from trueroll.weight_sync.transports import nccl as nccl_module
 from trueroll.weight_sync.transports.relay_reader import RelayReader
 from trueroll.weight_sync.transports.shared import SharedSlots
 
-SHAPES = {"embed.weight": (100, 8), "a.weight": (33, 40), "norm.weight": (40,), "conv.weight": (16, 2, 3)}
+SHAPES = {"embed.weight": (1000, 2), "a.weight": (33, 40), "norm.weight": (40,), "conv.weight": (16, 2, 3)}
 TIED = {"head.weight": "embed.weight"}
 TRANSPORTS = ("shared", "collective", "relay", "disk")
 PHASES = ("weights", "begin_push", "stage_bucket", "verify_push", "commit_push")

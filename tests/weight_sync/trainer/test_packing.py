@@ -45,8 +45,9 @@ def test_a_bucket_holds_a_bounded_number_of_pieces() -> None:
 
 
 def test_a_slot_has_the_size_of_the_largest_bucket() -> None:
-    assert slot_bytes([(1000,), (40, 10)], itemsize=2, bucket_bytes=256) == 16 * 10 * 2
-    assert slot_bytes([(1000,), (40, 4)], itemsize=2, bucket_bytes=256) == 256
+    assert slot_bytes([(1000,), (400, 10)], itemsize=2, bucket_bytes=256) == ROW_MULTIPLE * 10 * 2
+    assert slot_bytes([(1000,), (40, 10)], itemsize=2, bucket_bytes=256) == 40 * 10 * 2
+    assert slot_bytes([(1000,), (400, 1)], itemsize=2, bucket_bytes=256) == 256
     assert slot_bytes([(3, 100)], itemsize=2, bucket_bytes=256) == 3 * 100 * 2
     assert slot_bytes([(8, 64, 10)], itemsize=2, bucket_bytes=256) == 64 * 10 * 2, "a matrix of a stack"
     assert slot_bytes([], itemsize=2, bucket_bytes=256) == 256
