@@ -207,8 +207,7 @@ class WorkerClients:
 
     async def _ask(self, position: int, call: protocol.Call, timeout: float) -> protocol.FromWorker:
         try:
-            async with asyncio.timeout(timeout):
-                return await self._clients[position].ask(call)
+            return await asyncio.wait_for(self._clients[position].ask(call), timeout)
         except TimeoutError:
             raise DeadlineError(f"{call.type}: no answer within {timeout} s") from None
         except TruerollError:
