@@ -37,8 +37,6 @@ MATRIX_ROLES = (
 )
 SETTINGS = (NONE, *FORMATS, *(name + EXPERTS_SUFFIX for name in FORMATS))
 """All values of the setting."""
-
-
 _OF_METHODS = {"fp8": "fp8", "mxfp4": "mxfp4" + EXPERTS_SUFFIX}
 
 

@@ -26,7 +26,7 @@ last one comes from SkyRL's setting `additional_kwargs`.
 """
 INIT = {
     "base_model_path": "/models/base",
-    "local_checkpoint_dir": "/tmp/skyrl_delta_checkpoints/run",
+    "local_checkpoint_dir": "/skyrl_delta_checkpoints/run",
     "cloud_download_workers": 4,
     "checkpoint_load_format": "vllm_multi_thread_safetensors",
     "multi_thread_safetensors_max_workers": 8,

@@ -159,7 +159,7 @@ class Decoder:
 
     def _new_matrix(self, held: WeightSpec, rows: int, columns: int, empty: Empty, unit: int | None = None) -> Weight:
         """Return an uninitialized matrix. A quantized matrix takes as much memory as a plain matrix if the backend does
-        not store the format, or if it is a part whose columns begin within a group.
+        not store the format, or if the first column of its part lies inside a group (`Format.group`).
         """
         format = held.format
         if format is None:

@@ -48,7 +48,7 @@ constexpr CodeSizes CODE_SIZES[] = {
 };
 constexpr long CODE_COLUMNS = 32;  // quantized panels are padded to a multiple of this number of columns
 
-// A panel of a matrix with this number of columns, whose panels are `bytes` apart.
+// A panel of a matrix with this number of columns. The panels of the matrix are `bytes` apart.
 template <class T>
 struct Panel {
     const char* data;

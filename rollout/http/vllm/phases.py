@@ -42,7 +42,7 @@ class Phases:
         self._update: _Update | None = None
 
     async def init(self, request: Request) -> Response:
-        """Accept a trainer whose updates need no connection to it."""
+        """Accept a trainer if the updates need no connection to the trainer."""
         check_init(read_json(request))
         self._update = None
         return answer({"message": "Weight transfer initialized"})

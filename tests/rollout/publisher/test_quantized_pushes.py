@@ -13,12 +13,15 @@ from matrix import thinned
 from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
-from trueroll.errors import PushError
+from trueroll.engine.config import EngineConfig
+from trueroll.errors import ConfigError, PushError
 from trueroll.kernels.precision import roundings, with_quantization
 from trueroll.kernels.quantization import FORMATS
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.auditing import audit
+from trueroll.rollout.config import WorkerConfig, check_saving
+from trueroll.rollout.fleet.config import split_settings
 from trueroll.weight_sync.trainer.sender import BUCKET_BYTES
 
 from .test_expert_pushes import assert_equal, dense, publishing, serving
@@ -29,7 +32,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with matrices whose rows do not fill whole blocks of 128."""
+    """A model in which the rows of some matrices do not fill whole blocks of 128."""
     return make_tiny_model("llama", tmp_path_factory.mktemp("model"), intermediate_size=320)
 
 
@@ -130,3 +133,18 @@ def test_an_audit_names_another_quantization_and_other_weights(folder: Path, tmp
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         [cause] = audit(model, client, [PROMPT], PARAMS).causes
         assert cause.name == "weights" and "layers.0.mlp.up_proj" in cause.text
+
+
+@pytest.mark.parametrize("setting", ["nvfp4", "awq:experts"])
+def test_formats_that_do_not_keep_values_are_not_saved(setting: Any, tmp_path: Path) -> None:
+    """In a fleet, a restarted worker gets the weights of another worker. `fp8` keeps its values."""
+    with pytest.raises(ConfigError, match=f"save_folder: weights in {setting} do not have the same bits"):
+        check_saving(WorkerConfig(save_folder=str(tmp_path)), EngineConfig(model="m", quantization=setting))
+    check_saving(WorkerConfig(save_folder=str(tmp_path)), EngineConfig(model="m", quantization="fp8"))
+    with pytest.raises(ConfigError, match=f"quantization: {setting} is not supported in a fleet"):
+        split_settings(dict(model="m", num_workers=1, quantization=setting))
+
+
+def test_named_adapters_need_weights_that_are_not_quantized() -> None:
+    with pytest.raises(ConfigError, match="adapter_bytes must be 0 with quantized weights .*quantization fp8"):
+        EngineConfig(model="m", adapter_bytes=1, quantization="fp8")
