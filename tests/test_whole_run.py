@@ -15,8 +15,11 @@ import whole_run
 
 TESTS = Path(__file__).parent
 FILE = "tests/test_whole_run.py"
-ORPHAN = "subprocess.run('sleep 1000 >/dev/null 2>&1 &', shell=True)"
-"""A command that starts a process for which nothing waits. The process is orphaned when its shell has ended."""
+BACKGROUND = "sleep 1000 >/dev/null 2>&1 & until grep -qxz sleep /proc/$!/cmdline; do :; done"
+"""A shell command that starts a process for which nothing waits. The process is orphaned when its shell has ended. The
+shell ends after the process has become `sleep`: until then its environment may read as empty.
+"""
+ORPHAN = f"subprocess.run({BACKGROUND!r}, shell=True)"
 
 
 def test_only_a_missing_machine_skips_a_test() -> None:
@@ -55,7 +58,7 @@ def test_this_process_uses_its_share_of_cores_and_waits_passively() -> None:
 
 def test_children_and_orphans_of_a_file_are_found_until_they_have_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        shell = subprocess.run("sleep 1000 >/dev/null 2>&1 & echo $!", shell=True, capture_output=True, text=True)
+        shell = subprocess.run(f"{BACKGROUND}; echo $!", shell=True, capture_output=True, text=True)
         orphan = int(shell.stdout)
         found = whole_run.started_by(FILE)
         assert "input()" in found[child.pid] and "sleep 1000" in found[orphan]
