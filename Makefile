@@ -16,7 +16,8 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-verl-all test-clients test-agents \
-	test-newest test-floors test-wheel environments fuzz siege chaos drafts images sessions lint docs wheel clean
+	test-newest test-floors test-wheel environments fuzz siege chaos drafts images sessions compare-vllm lint docs \
+	wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -86,6 +87,10 @@ sessions: .venv/.dev
 
 images: .venv/.dev
 	@TRUEROLL_IMAGE_TOKENS=300000 $(BIN)/pytest -q -s --timeout 0 tests/engine/test_image_campaign.py
+
+# Installs vLLM's CPU build into build/vllm. For an otherwise idle machine.
+compare-vllm: .venv/.dev
+	@$(BIN)/python -P examples/benchmarks/vllm_report.py
 
 # The environments in front of .venv, except that of the newest versions.
 environments: .venv-verl/.done .venv-integrations/.done .venv-agents/.done .venv-floors/.done .venv-wheel/.done

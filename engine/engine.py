@@ -152,7 +152,7 @@ class Engine:
 
         Raise UnknownRequestError if the request has no unfinished samples.
         """
-        self._ledger.grown.follow(self._ledger.samples_of(request_id))
+        self._pipeline.stream(request_id)
 
     def take_deltas(self) -> list[SampleDelta]:
         """Return the tokens drawn since the last call, for the unfinished samples of streamed requests.

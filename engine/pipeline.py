@@ -131,7 +131,7 @@ class Ledger:
 
         `row`: the row of the token in `drawn`. `commit`: the weights that drew the token.
         """
-        token = drawn.token_ids[row]
+        token = int(drawn.token_ids[row])
         if not drawn.is_finite[row]:
             fault = None if sample.place is None else sample.place.error
             sample.error = fault or (_NOT_FINITE if sample.editor is None else _NOTHING_LEFT)
@@ -277,7 +277,7 @@ class Pipeline:
         if turn:
             self._queued.append(turn)
         if not self._ledger.open or (self._scheduler.num_steps == 1 and not runs_ahead):
-            return outputs + self.settle()
+            return outputs + self._drain()
         if runs_ahead:
             for queued in turn:
                 self._expect(queued)
@@ -317,6 +317,14 @@ class Pipeline:
             encodings.finish()
 
     def settle(self) -> list[Output]:
+        """Wait for the steps in flight, and return their outputs. All samples and sequences receive their deferred
+        tokens.
+        """
+        outputs = self._drain()
+        self._scheduler.running.lanes.receive_all()
+        return outputs
+
+    def _drain(self) -> list[Output]:
         """Wait for the steps in flight, and return their outputs."""
         outputs = list[Output]()
         while self._queued:
@@ -336,9 +344,9 @@ class Pipeline:
         kept = queued.chunks
         drawn, ended = results.drawn, list[tuple[int, FinishReason]]()
         if drawn is not None:
-            counts, ended = self._go_on(queued, drawn)
+            counts, deferred, ended = self._go_on(queued, drawn)
             kept = queued.kept(counts)
-            self._accept(queued.takers, counts, drawn)
+            self._accept(queued.takers, counts, deferred, drawn)
         if results.expert_tokens:
             self.experts.record(queued.chunks, kept.ends, results.routes, results.expert_tokens)
         self._scheduler.publish(kept)
@@ -352,6 +360,13 @@ class Pipeline:
         for (i, score), found in zip(queued.takers.scores, results.scores, strict=True):
             outputs += self._record(queued.chunks[i], score, found, queued.commit)
         return outputs
+
+    def stream(self, request_id: str) -> None:
+        """See `Engine.stream`."""
+        samples = self._ledger.samples_of(request_id)
+        for sample in samples:
+            self._scheduler.running.lanes.receive(self._ledger.sequence_of(sample))
+        self._ledger.grown.follow(samples)
 
     def abort(self, entry: Entry) -> Output:
         """Abort a sample or a score and return its output. The output of a sample has the tokens drawn so far."""
@@ -369,6 +384,7 @@ class Pipeline:
     def _cut(self, entry: Entry, reason: FinishReason) -> Output:
         """End a sample or a score before its last token, and return its output."""
         sequence = self._ledger.sequence_of(entry)
+        self._scheduler.running.lanes.receive(sequence)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
             return self._ledger.finish_score(entry, reason, self._commit_of(sequence))
@@ -428,19 +444,27 @@ class Pipeline:
         self._scheduler.finish(chunk.sequence)
         return [*outputs, self._ledger.finish_score(score, "stop", commit)]
 
-    def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
-        """Append the accepted draws to each sample that has its own sequence.
+    def _go_on(
+        self, queued: _QueuedStep, drawn: Drawn
+    ) -> tuple[np.ndarray, np.ndarray, list[tuple[int, FinishReason]]]:
+        """Append the accepted draws to each sample that has its own sequence, or defer them.
 
-        Return two values: the number of accepted draws of each decoding sequence (int64 array), and a list of (index of
-        the decoding sequence, finish reason) for the samples that end.
+        Return three values: the number of accepted draws of each decoding sequence (int64 array), which draws are
+        deferred (bool array), and a list of (index of the decoding sequence, finish reason) for the samples that end.
         """
         takers, commit, ended = queued.takers, queued.commit, list[tuple[int, FinishReason]]()
         decodes, counts = takers.decodes, takers.counts[: len(takers.decodes)]
         starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)
-        for i, (lane, start) in enumerate(zip(decodes.lanes.tolist(), starts.tolist(), strict=True)):
+        deferred = self._defer(decodes, drawn)
+        for i in np.flatnonzero(~deferred).tolist():
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
-            reason, drafts = self._ledger.append(sample, drawn, start, commit), decodes.drafts.get(lane, ())
+            sequence, start = decodes.sequences[i], int(starts[i])
+            self._scheduler.running.lanes.receive(sequence)
+            reason, drafts = (
+                self._ledger.append(sample, drawn, start, commit),
+                decodes.drafts.get(int(decodes.lanes[i]), ()),
+            )
             for place, draft in enumerate(drafts, start):
                 if reason is not None or draft != drawn.token_ids[place]:
                     break
@@ -451,17 +475,28 @@ class Pipeline:
                 sample.num_accepted += int(taken[i]) - 1
             if reason is not None:
                 ended.append((i, reason))
-        return taken, ended
+            elif self._drafting is None and sample.is_plain:
+                self._scheduler.running.lanes.defer_later(sequence)
+        return taken, deferred, ended
 
-    def _accept(self, takers: Takers, counts: np.ndarray, drawn: Drawn) -> None:
+    def _defer(self, decodes: Chunks, drawn: Drawn) -> np.ndarray:
+        """Defer the draws on which nothing depends yet, and return which draws are deferred. Drafters read all tokens
+        before every step.
+        """
+        count = len(decodes)
+        if self._drafting is not None:
+            return np.zeros(count, np.bool_)
+        columns = drawn.token_ids, drawn.logprobs, drawn.is_finite
+        return self._scheduler.running.lanes.defer(decodes, *(column[:count] for column in columns))
+
+    def _accept(self, takers: Takers, counts: np.ndarray, deferred: np.ndarray, drawn: Drawn) -> None:
         """Append the accepted draws to each decoding sequence. `counts` (int64): the number of draws that each sequence
-        accepts.
+        accepts. `deferred` (bool): which sequences receive their draw later.
         """
         decodes, drawn_counts, token_ids = takers.decodes, takers.counts[: len(counts)], drawn.token_ids
         if decodes.drafts:
-            places = ranges(drawn_counts.cumsum() - drawn_counts, counts)
-            token_ids = [token_ids[place] for place in places.tolist()]
-        self._scheduler.running.lanes.accept(decodes, token_ids[: int(counts.sum())], counts)
+            token_ids = token_ids[ranges(drawn_counts.cumsum() - drawn_counts, counts)]
+        self._scheduler.running.lanes.accept(decodes, token_ids[: int(counts.sum())], counts, deferred)
         if decodes.drafts and self._drafting is not None:
             self._scheduler.stats.computed_tokens += int((counts - 1).sum())  # `advance` did not count them
             self._drafting.record(decodes, counts)

@@ -174,6 +174,12 @@ class OpenSample:
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a token that does not end the sample changes nothing but `token_ids` and `logprobs`."""
+        acting = self.editor, self.place, self.records, self.targets, self.kept, self.num_told, self.stop_strings
+        return all(each is None for each in acting)
+
+    @property
     def record_bytes(self) -> int:
         """The size of the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` requested."""
         return sum(each.num_bytes for each in self._recorded())

@@ -41,15 +41,16 @@ WHOLE_VOCABULARY = np.int32(0).tobytes(), np.float32(0).tobytes(), b""
 class Drawn(NamedTuple):
     """Drawn tokens, in the order of their draws.
 
-    `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
-    statistics to the bytes of each column of `request.TOPS`. `targets`: maps the index of each draw with targets to the
-    bytes of their log-probs. `kept`: maps the indices of draws to the bytes of each column of `request.KEPT`. If a draw
-    that records kept sets is not in `kept`, the whole vocabulary could be drawn.
+    `token_ids`: int64 [N]. `logprobs`: float32 [N]. `is_finite`: bool [N], false if the logit of the token is NaN or
+    infinite. `records`: maps the index of each draw with statistics to the bytes of each column of `request.TOPS`.
+    `targets`: maps the index of each draw with targets to the bytes of their log-probs. `kept`: maps the indices of
+    draws to the bytes of each column of `request.KEPT`. If a draw that records kept sets is not in `kept`, the whole
+    vocabulary could be drawn.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
-    is_finite: list[bool]
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    is_finite: np.ndarray
     records: Mapping[int, tuple[bytes, ...]]
     targets: Mapping[int, bytes]
     kept: Mapping[int, tuple[bytes, ...]]
@@ -86,7 +87,7 @@ class Drawing:
         token_ids, logprobs, is_finite, *rest = self._copies.wait()
         first = len(self._with_targets)
         end = first + 2 * len(self._with_kept)
-        plain = token_ids.tolist(), logprobs.tolist(), is_finite.tolist()
+        plain = token_ids.numpy(), logprobs.numpy(), is_finite.numpy()
         targets = {
             place: row.tobytes()
             for places, found in zip(self._with_targets, rest, strict=False)

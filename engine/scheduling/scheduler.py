@@ -492,7 +492,9 @@ class Scheduler:
         All tokens of the published blocks must be known to the host. Sequences that no longer hold blocks are skipped.
         """
         cache, size = self.cache, self.cache.block_size
-        for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
+        filled = chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size))
+        self.running.lanes.receive_for(filled)
+        for sequence, _, end in filled:
             if sequence.table:
                 num_known = len(sequence.chain.entries)
                 cache.publish(sequence.chain, sequence.tokens, sequence.table, end)

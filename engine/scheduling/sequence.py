@@ -19,6 +19,7 @@ from ...kernels.contract import NO_SLOT
 from ..cache.prefix_cache import Chain, Table
 from ..outputs.open_requests import DRAW, OpenSample, OpenScore
 from ..outputs.routes import Routes
+from .deferred import Deferred
 from .media import SequenceMedia
 
 
@@ -216,7 +217,7 @@ class Lanes(Counters):
     the number of sequences that have left the lane, int64. `tables`: the block tables of each group, as an int64 array
     [capacity, blocks] that is padded with zeros. `sequences`: the sequence in the lane, or None. `is_decoding` (bool):
     whether the sequence has decoded tokens and only one sample. `samples`, `draws`: the sample of a decoding sequence,
-    and the sample's `DRAW`.
+    and the sample's `DRAW`. `deferred`: drawn tokens that the lane's sample and sequence have not received.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
@@ -225,6 +226,7 @@ class Lanes(Counters):
         self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_groups)]
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
         self.is_decoding, self.draws = np.zeros(capacity, np.bool_), np.zeros(capacity, DRAW)
+        self.deferred = Deferred(capacity)
         self._free = list(reversed(range(capacity)))
 
     def enter(self, sequence: Sequence, num_computed: int = 0, slot: int = NO_SLOT, source: int = NO_SLOT) -> None:
@@ -245,7 +247,8 @@ class Lanes(Counters):
         self._see(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Free the lane of a sequence that no longer runs."""
+        """Free the lane of a sequence that no longer runs. The sequence receives its deferred tokens."""
+        self.receive(sequence)
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
         self.is_decoding[sequence.lane] = False
         self.num_left[sequence.lane] += 1
@@ -290,23 +293,64 @@ class Lanes(Counters):
         if sequence.lane >= 0:
             self._see(sequence)
 
-    def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
-        """Append the next tokens to decoding sequences. For all new tokens of a sequence except the last, the KV is
-        already computed.
+    def defer(self, decodes: Chunks, token_ids: np.ndarray, logprobs: np.ndarray, is_finite: np.ndarray) -> np.ndarray:
+        """Store the next tokens of decoding sequences in `deferred`, except tokens that may end their sample, and
+        tokens of samples that must see each token. Return, as bool [N], which tokens are stored.
 
-        `counts` (int64): the number of new tokens of each sequence, which is at least 1. `token_ids`: the new tokens of
-        all sequences, concatenated. A sequence that has left its lane since the step was planned also receives its
-        tokens.
+        `token_ids` (int64), `logprobs` (float32), `is_finite` (bool): [N], one for each sequence. The caller then calls
+        `accept`, which counts the tokens.
         """
-        sequences, lanes, last = decodes.sequences, decodes.lanes, np.array(token_ids)
+        lanes = decodes.lanes
+        is_last = self.num_tokens[lanes] - self.has_unseen[lanes] + 1 >= self.draws["end"][lanes]
+        return self.deferred.add(lanes, token_ids, logprobs, self._holds(decodes) & is_finite & ~is_last)
+
+    def defer_later(self, sequence: Sequence) -> None:
+        """Allow `defer` to store the next tokens of a decoding sequence, if the sequence still runs. Its sample must
+        have received all earlier tokens, and at least one token of the current weights.
+        """
+        lane = sequence.lane
+        if lane >= 0 and (sample := self.samples[lane]) is not None:
+            self.deferred.open(lane, sample.ending_tokens)
+
+    def receive(self, sequence: Sequence) -> None:
+        """Append the deferred tokens of a sequence, if there are any, to the sequence and its sample. Do not defer
+        further tokens until the next call of `defer_later`.
+        """
+        if (lane := sequence.lane) < 0:
+            return
+        self._hand_over(sequence)
+        self.deferred.close(lane)
+
+    def receive_all(self) -> None:
+        """Call `receive` for all sequences."""
+        for sequence in self.sequences[self.deferred.is_open].tolist():
+            self.receive(sequence)
+
+    def receive_for(self, chunks: Chunks) -> None:
+        """Append the deferred tokens of the sequences of `chunks` to the sequences and their samples. Later tokens may
+        be deferred.
+        """
+        held = self._holds(chunks)
+        for place in np.flatnonzero(held & (self.deferred.counts[chunks.lanes] > 0)).tolist():
+            self._hand_over(chunks.sequences[place])
+
+    def accept(self, decodes: Chunks, token_ids: np.ndarray, counts: np.ndarray, deferred: np.ndarray) -> None:
+        """Count the next tokens of decoding sequences, and append them to the sequences unless they are deferred. For
+        all new tokens of a sequence except the last, the KV is already computed.
+
+        `token_ids` (int64): the new tokens of all sequences, concatenated. `counts` (int64 [N]): the number of new
+        tokens of each sequence, which is at least 1. `deferred` (bool [N]): which sequences have one token, which
+        `defer` has stored. A sequence that has left its lane since the step was planned also receives its tokens.
+        """
+        sequences, lanes, last, places = decodes.sequences, decodes.lanes, token_ids, np.flatnonzero(~deferred)
         if len(token_ids) == len(sequences):
-            for sequence, token_id in zip(sequences, token_ids, strict=True):
-                sequence.tokens.append(token_id)
+            for place, token_id in zip(places.tolist(), token_ids[places].tolist(), strict=True):
+                sequences[place].tokens.append(token_id)
         else:
             ends = counts.cumsum()
             last = last[ends - 1]
-            for sequence, start, end in zip(sequences, (ends - counts).tolist(), ends.tolist(), strict=True):
-                sequence.tokens.extend(token_ids[start:end])
+            for place, start, end in zip(places.tolist(), (ends - counts)[places], ends[places], strict=True):
+                sequences[place].tokens.extend(token_ids[start:end].tolist())
         if not (held := self._holds(decodes)).all():
             lanes, last, counts = lanes[held], last[held], counts[held]
         self.last_token[lanes] = last
@@ -326,6 +370,15 @@ class Lanes(Counters):
             raise RuntimeError(f"lanes: lane {wrong[0].lane} does not match its sequence {wrong[0].order}")
         if sum(sequence is not None for sequence in self.sequences) != len(running):
             raise RuntimeError(f"lanes: the number of lanes in use differs from the {len(running)} running sequences")
+
+    def _hand_over(self, sequence: Sequence) -> None:
+        tokens, logprobs = self.deferred.take(sequence.lane)
+        if tokens:
+            sample: OpenSample = self.samples[sequence.lane]
+            sequence.tokens.frombytes(tokens)
+            sample.token_ids.frombytes(tokens)
+            if sample.logprobs is not None:
+                sample.logprobs.frombytes(logprobs)
 
     def _holds(self, chunks: Chunks) -> np.ndarray:
         """Return, as bool [N], which sequences are still in the lane that they had when the step was planned."""
@@ -348,7 +401,10 @@ class Lanes(Counters):
         lane, sample = sequence.lane, _sample_of(sequence)
         if lane < 0 or self.sequences[lane] is not sequence or self.samples[lane] is not sample:
             return False
-        counts = len(sequence.tokens) + self.has_unseen[lane], sequence.num_prompt_tokens, sequence.tokens[-1]
+        num_deferred = self.deferred.counts[lane]
+        last = self.deferred.last(lane) if num_deferred else sequence.tokens[-1]
+        num_tokens = len(sequence.tokens) + num_deferred + self.has_unseen[lane]
+        counts = num_tokens, sequence.num_prompt_tokens, last
         stored = self.num_tokens[lane], self.num_prompt_tokens[lane], self.last_token[lane]
         blocks = [table[lane, : self.num_blocks[lane]].tolist() for table in self.tables]
         is_same = counts == stored and self.is_decoding[lane] == (sample is not None)

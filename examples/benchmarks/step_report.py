@@ -152,7 +152,7 @@ class Load:
         assert min(gauges) >= 0
         drawing = [i for i in published if chunks[i].reaches_end]
         decodes, ones = chunks.take(np.array(drawing, np.int64)), np.ones(len(drawing), np.int64)
-        self.scheduler.running.lanes.accept(decodes, ones.tolist(), ones)
+        self.scheduler.running.lanes.accept(decodes, ones, ones, np.zeros(len(drawing), np.bool_))
         return seconds
 
     def abort_waiting(self) -> float:

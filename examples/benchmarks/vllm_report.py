@@ -1,15 +1,20 @@
-"""Compare trueroll with vLLM on a CPU: `python examples/benchmarks/vllm_report.py [FOLDER [MODEL [DTYPE]]]`.
+"""Compare trueroll with vLLM on a CPU: `python examples/benchmarks/vllm_report.py [FOLDER [MODEL...]]`, or `make
+compare-vllm`.
 
 The report installs vLLM's CPU build into a separate virtual environment in FOLDER, by default build/vllm. An existing
 environment is reused. vLLM's CPU build needs torch's CPU build. If pip's index does not have torch's CPU build, set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 
-Then the workloads of `trueroll bench` run in several rounds, alternately with a trueroll worker and with vLLM's `LLM`.
-Both systems use all cores and get the same prompts, dtype and number of new tokens. Both systems start each run with an
-empty prefix cache. All other settings are each system's defaults. vLLM gets tcmalloc, which it recommends, if
-libtcmalloc-minimal4 is installed on the system. Both systems return the log-prob of each token and no text. The table
-has medians and ranges in generated tokens per second. The ratio in the table is computed from the medians. Run the
-report on an otherwise idle machine.
+MODEL is `smollm2`, a folder, or the name of a configuration of `trueroll bench --dummy-weights`. Of a configuration,
+the report writes a checkpoint with random weights to build/models. Without MODEL, the report compares SmolLM2, a
+mixture of experts and a hybrid. The hybrid is compared with transformers' `generate`, too.
+
+For each model, the workloads of `trueroll bench` run in several rounds, alternately with a trueroll worker and with
+vLLM's `LLM`. Both systems use all cores and get the same prompts, the dtype bfloat16 and the same number of new tokens.
+Both systems start each run with an empty prefix cache. All other settings are each system's defaults. vLLM gets
+tcmalloc, which it recommends, if libtcmalloc-minimal4 is installed on the system. Both systems return the log-prob of
+each token and no text. The table has medians and ranges in generated tokens per second. The ratio in the table is
+computed from the medians. Run the report on an otherwise idle machine.
 """
 
 import json
@@ -23,9 +28,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from trueroll.engine.models.names import find_config
 from trueroll.rollout import RolloutClient, SamplingParams, launch_worker, resolve_model
 from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
@@ -34,6 +42,10 @@ LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 """Packages for audio and images, which these workloads do not need."""
 SIDE = Path(__file__).with_name("vllm_side.py")
 MEASURED = [workload for group in WORKLOADS.values() for workload in group]
+MODELS = ("smollm2", "qwen3-moe-0.3b", "qwen3.5-0.15b")
+HYBRID = "qwen3.5-0.15b"
+CHECKPOINTS = Path("build/models")
+DTYPE = "bfloat16"
 ROUNDS = 5
 KV_GIB = 4
 System = Callable[[Workload], float]
@@ -126,8 +138,27 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
-def main(folder: str = "build/vllm", model: str = "smollm2", dtype: str = "bfloat16") -> None:
-    report(install(Path(folder)), str(resolve_model(model)), dtype)
+def checkpoint(model: str) -> str:
+    """Return the folder of a model. Of a configuration, write a checkpoint with random weights once."""
+    if model == "smollm2" or Path(model).is_dir():
+        return str(resolve_model(model))
+    folder = CHECKPOINTS / model
+    if not (folder / "model.safetensors").exists():
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(find_config(model), local_files_only=True)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def main(folder: str = "build/vllm", *models: str) -> None:
+    python = install(Path(folder))
+    for model in models or MODELS:
+        report(python, checkpoint(model), DTYPE)
+        if model == HYBRID:
+            command = str(Path(sys.executable).with_name("trueroll"))
+            subprocess.run(
+                [command, "bench", checkpoint(model), "--dtype", DTYPE, "--compare", "hf", "--cache", "on"], check=True
+            )
 
 
 def report(python: str, model: str, dtype: str) -> None:

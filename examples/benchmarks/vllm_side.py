@@ -17,7 +17,8 @@ def main(folder: str, dtype: str) -> None:
     os.dup2(2, 1)  # vLLM prints to stdout, too
     from vllm import LLM, SamplingParams
 
-    llm = LLM(folder, dtype=dtype, max_model_len=CONTEXT, enable_prefix_caching=True)
+    settings = dict(max_model_len=CONTEXT, enable_prefix_caching=True, skip_tokenizer_init=True)
+    llm = LLM(folder, dtype=dtype, **settings)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.running.loading import load_model
 from trueroll.rollout.tools.bench import Workload
 
 REPORT = Path(__file__).parents[2] / "examples" / "benchmarks" / "vllm_report.py"
@@ -20,7 +23,7 @@ class SamplingParams(SimpleNamespace):
     pass
 
 class LLM:
-    def __init__(self, folder, dtype, max_model_len, enable_prefix_caching):
+    def __init__(self, folder, dtype, max_model_len, enable_prefix_caching, skip_tokenizer_init):
         print("a line of vLLM's own")
 
     def reset_prefix_cache(self):
@@ -63,6 +66,20 @@ def test_the_table_has_a_row_for_each_workload(
     rows = [line.split("│")[1:-1] for line in printed.out.splitlines() if line.startswith("│")]
     assert [row[0].strip() for row in rows] == ["group", "single"]
     assert "a line of vLLM's own" in printed.err
+
+
+def test_a_configuration_becomes_a_checkpoint_that_is_written_once(
+    report: ModuleType, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = tmp_path / "configs"
+    shutil.copytree(tiny_llama, configs / "small", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setattr(report, "find_config", lambda name: configs / name)
+    monkeypatch.setattr(report, "CHECKPOINTS", tmp_path / "models")
+    folder = Path(report.checkpoint("small"))
+    written = (folder / "model.safetensors").stat()
+    assert Path(report.checkpoint("small")) == folder and (folder / "model.safetensors").stat() == written
+    assert report.checkpoint(str(tiny_llama)) == str(tiny_llama)
+    assert load_model(EngineConfig(model=str(folder))).dtype_name == "bfloat16"
 
 
 def test_a_sample_that_is_too_short_is_refused(

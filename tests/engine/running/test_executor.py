@@ -20,6 +20,7 @@ from trueroll.engine.request import Distribution, Request, SampleOutput, ScoreRe
 from trueroll.engine.running.executor import Computation, Executor, LocalExecutor, NoPeers, StepResults
 from trueroll.engine.running.loading import EngineInfo, LoadedModel, load_model
 from trueroll.engine.running.mtp import DraftStep
+from trueroll.engine.running.sampler import Drawn
 from trueroll.engine.running.step import Step
 from trueroll.engine.running.weights import WeightStaging, WeightStore
 
@@ -57,11 +58,15 @@ class Both:
 
     def wait(self) -> StepResults:
         own, others = self._leader.wait(), self._follower.wait()
-        assert own.drawn == others.drawn and own.expert_tokens == others.expert_tokens
+        assert contents(own.drawn) == contents(others.drawn) and own.expert_tokens == others.expert_tokens
         assert [[bits(c) for c in columns] for columns in own.scores] == [[bits(c) for c in cs] for cs in others.scores]
         assert (own.routes is None) == (others.routes is None)
         assert own.routes is None or others.routes is None or bytes(own.routes) == bytes(others.routes)
         return others
+
+
+def contents(drawn: Drawn | None) -> list[object] | None:
+    return drawn and [bits(each) if isinstance(each, np.ndarray) else each for each in drawn]
 
 
 def bits(column: np.ndarray) -> bytes:

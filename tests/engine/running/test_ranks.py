@@ -211,8 +211,8 @@ def bits(results: StepResults) -> tuple[Any, ...]:
     drawn = results.drawn
     found = None
     if drawn is not None:
-        logprobs = np.array(drawn.logprobs, np.float64).tobytes()
-        found = drawn.token_ids, logprobs, drawn.is_finite, drawn.records, drawn.targets, drawn.kept
+        columns = [column.tobytes() for column in (drawn.token_ids, drawn.logprobs, drawn.is_finite)]
+        found = *columns, drawn.records, drawn.targets, drawn.kept
     scores = [[column.tobytes() for column in columns] for columns in results.scores]
     return found, scores, None if results.routes is None else bytes(results.routes), results.expert_tokens
 

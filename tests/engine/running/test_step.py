@@ -135,7 +135,7 @@ def test_a_sequence_accepts_one_token_or_more() -> None:
     lanes, each = enter([Chunk(seen, 4, 5), Chunk(behind, 4, 5), Chunk(gone, 4, 5)])
     lanes.expect(each.take(np.array([1])))
     lanes.leave(gone)
-    lanes.accept(each, [6, 7, 8, 9], np.array([2, 1, 1]))
+    lanes.accept(each, np.array([6, 7, 8, 9]), np.array([2, 1, 1]), np.zeros(3, np.bool_))
     assert [found.tokens[5:].tolist() for found in (seen, behind, gone)] == [[6, 7], [8], [9]]
     assert [(found.num_tokens, lanes.last_token[found.lane]) for found in (seen, behind)] == [(7, 7), (6, 8)]
     lanes.check([seen, behind])

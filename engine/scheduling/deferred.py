@@ -1,0 +1,81 @@
+"""Tokens that samples have drawn but not received yet.
+
+Most tokens change nothing but the lists of their sample: they neither end the sample nor are streamed, decoded or
+recorded. With thousands of samples, visiting each sample in every step takes longer than all other work of the host.
+`Deferred` therefore stores such tokens in arrays, and a sample receives several tokens at once. `Lanes` decides when:
+before anything reads the tokens of the sample or of its sequence.
+
+Owns the stored tokens. Does not know samples and sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+MOST = 16
+"""The most tokens that are stored for a lane."""
+_MOST_ENDING = 8  # samples with more ending tokens are not worth the search for these tokens in every step
+
+
+class Deferred:
+    """The tokens and log-probs of each lane that its sample lacks. Each array has one element or row per lane.
+
+    `is_open` (bool): whether tokens of the lane may be stored. `counts` (int64): the number of stored tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.is_open, self.counts = np.zeros(capacity, np.bool_), np.zeros(capacity, np.int64)
+        self._tokens, self._logprobs = np.zeros((capacity, MOST), np.int32), np.zeros((capacity, MOST), np.float32)
+        self._ending: list[frozenset[int]] = [frozenset()] * capacity
+        self._num_ended = Counter[int]()  # the number of open lanes whose samples a token may end
+        self._all_ending: np.ndarray | None = None  # the keys of `_num_ended`, until they change
+
+    def open(self, lane: int, ending: frozenset[int]) -> None:
+        """Allow tokens of a lane to be stored, except the tokens `ending`. Change nothing if the lane is open, or if
+        `ending` has many tokens.
+        """
+        if self.is_open[lane] or len(ending) > _MOST_ENDING:
+            return
+        self.is_open[lane], self._ending[lane] = True, ending
+        for token in ending:
+            self._num_ended[token] += 1
+            if self._num_ended[token] == 1:
+                self._all_ending = None
+
+    def close(self, lane: int) -> None:
+        """Store no more tokens of a lane. Its stored tokens must have been taken."""
+        assert not self.counts[lane], f"tokens of lane {lane} are not delivered"
+        if self.is_open[lane]:
+            self.is_open[lane] = False
+            for token in self._ending[lane]:
+                self._num_ended[token] -= 1
+                if not self._num_ended[token]:
+                    del self._num_ended[token]
+                    self._all_ending = None
+
+    def add(self, lanes: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, may_defer: np.ndarray) -> np.ndarray:
+        """Store the next token of each of `lanes` if this is possible. Return, as bool [N], which tokens are stored.
+
+        `lanes`, `tokens`: int64 [N], with distinct lanes. `logprobs`: float32 [N]. `may_defer`: bool [N]. A token is
+        not stored if `may_defer` is false, if its lane is closed or full, or if the token may end a sample.
+        """
+        stored = may_defer & self.is_open[lanes] & (self.counts[lanes] < MOST)
+        if self._all_ending is None:
+            self._all_ending = np.array([*self._num_ended], np.int64)
+        stored &= ~np.isin(tokens, self._all_ending)
+        chosen = lanes[stored]
+        places = chosen, self.counts[chosen]
+        self._tokens[places], self._logprobs[places] = tokens[stored], logprobs[stored]
+        self.counts[chosen] += 1
+        return stored
+
+    def take(self, lane: int) -> tuple[bytes, bytes]:
+        """Return the stored tokens (int32) and log-probs (float32) of a lane, which are then no longer stored."""
+        count, self.counts[lane] = int(self.counts[lane]), 0
+        return self._tokens[lane, :count].tobytes(), self._logprobs[lane, :count].tobytes()
+
+    def last(self, lane: int) -> int:
+        """Return the last stored token of a lane, which must have one."""
+        return int(self._tokens[lane, self.counts[lane] - 1])
