@@ -111,6 +111,7 @@ class Calls:
             self.step()
 
 
+@pytest.mark.usefixtures("steps_ahead")
 @pytest.mark.parametrize("settings", [{}, dict(num_blocks=10, max_num_seqs=6)], ids=["roomy", "preempts"])
 def test_deferred_tokens_change_no_output(tiny_llama: Path, settings: dict[str, Any]) -> None:
     num_recomputed = 0
