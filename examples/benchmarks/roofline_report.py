@@ -1,0 +1,159 @@
+"""Report how close each part of the work comes to the machine's limit, on each instruction set: `python
+examples/benchmarks/roofline_report.py [MODEL [DTYPE]] [--dummy-weights] [--plot FILE.png]`.
+
+The limit of an op is the time that it would take at the machine's best rates: the longer of its arithmetic at the best
+rate of products, and its bytes at the best rate of memory. The rates, arithmetic and bytes are those of
+`cpu_report.py`, which measures one instruction set in more detail. The limit of Python is 0.
+
+The table has a line for each op of each kind of step. `share`: the part of the step's time that the op takes. `of
+limit`: the op's limit, divided by its time. `gap`: the part of the step's time that would be saved if the op reached
+its limit. The line `all` has the step's share of its limit. The largest gaps are the parts to improve. The picture has
+a bar for each kind of step, with a piece for each op; the dark part of a piece is the op's limit.
+
+Each instruction set is measured in a process of its own, RUNS times in turn with the others. All figures are medians.
+Run the report on an otherwise idle machine.
+"""
+
+import argparse
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from trueroll.engine.config import EngineConfig
+from trueroll.kernels.cpu.library import ISA_VARIABLE, load_library
+
+RUNS = 3
+ONE_RUN = "--one-run"
+CPU_REPORT = Path(__file__).with_name("cpu_report.py")
+
+
+class Part(NamedTuple):
+    """A part of a kind of step: the seconds of one step that the part takes, and its limit in seconds."""
+
+    seconds: float
+    limit: float
+
+
+Steps = dict[str, dict[str, Part]]
+"""The parts of each kind of step, such as `group, decode`, by op. `Python` is the time outside of ops."""
+
+
+def parts_of(phase, best: dict[str, float], recurrences) -> dict[str, Part]:
+    """Return the parts of one step. `phase`: as `run_workload` of cpu_report.py returns it. `best`: the best rates in
+    1e9 per second.
+    """
+    count, seconds, op_seconds, flops, num_bytes = phase
+    found = {}
+    for name, own in op_seconds.items():
+        memory = best["updating" if name in recurrences else "reading"]
+        limit = max(flops[name] / best["products"], num_bytes[name] / memory) / 1e9
+        found[name] = Part(own / count, limit / count)
+    return found | {"Python": Part((seconds - sum(op_seconds.values())) / count, 0.0)}
+
+
+def one_run(model: str, dtype: str, dummy: bool) -> Steps:
+    """Measure the workloads of `trueroll bench` in this process."""
+    of = runpy.run_path(str(CPU_REPORT))
+    config = EngineConfig(model=model, dtype=dtype, backend="cpu")
+    loaded = (of["load_dummy"] if dummy else of["load_model"])(config)
+    best = {name: max(each.tries) for name, each in of["measure"](of["limits"](loaded)).items()}
+    meter = of["Meter"](loaded)
+    engine = of["Engine"](config, meter.loaded)
+    of["gc"].freeze()  # as a worker does
+    found: Steps = {}
+    for workload in (w for group in of["WORKLOADS"].values() for w in group):
+        of["run_workload"](engine, workload, meter)  # warm-up
+        for name, phase in of["run_workload"](engine, workload, meter).items():
+            found[f"{workload.name}, {name}"] = parts_of(phase, best, of["RECURRENCES"])
+    return found
+
+
+def run_on(isa: str, arguments: list[str]) -> Steps:
+    command = [sys.executable, "-P", __file__, ONE_RUN, *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {ISA_VARIABLE: isa})
+    return {name: {op: Part(*part) for op, part in parts.items()} for name, parts in json.loads(done.stdout).items()}
+
+
+def medians(runs: list[Steps]) -> Steps:
+    """Return the medians of several runs."""
+    return {
+        name: {op: Part(*(median(run[name][op][i] for run in runs) for i in range(2))) for op in parts}
+        for name, parts in runs[0].items()
+    }
+
+
+def make_table(isa: str, steps: Steps) -> Table:
+    table = Table(title=f"{isa}, medians of {RUNS} runs", title_justify="left")
+    for header in ("step", "op", "ms", "share", "of limit", "gap"):
+        table.add_column(header, justify="left" if header in ("step", "op") else "right")
+    for name, parts in steps.items():
+        whole = Part(*(sum(part[i] for part in parts.values()) for i in range(2)))
+        by_gap = sorted(parts.items(), key=lambda item: item[1].limit - item[1].seconds)
+        for op, (seconds, limit) in [("all", whole), *by_gap]:
+            if op != "all" and seconds < 0.01 * whole.seconds:
+                continue
+            shares = seconds / whole.seconds, limit / seconds, (seconds - limit) / whole.seconds
+            title = name if op == "all" else ""
+            table.add_row(title, op, f"{seconds * 1e3:.2f}", *(f"{share:.0%}" for share in shares))
+        table.add_section()
+    return table
+
+
+def draw(all_steps: dict[str, Steps], file: str) -> None:
+    """Write the picture."""
+    from matplotlib.figure import Figure
+
+    bars = [(isa, name, parts) for isa, steps in all_steps.items() for name, parts in steps.items()]
+    figure = Figure(figsize=(10, 1.5 + 0.32 * len(bars)), layout="constrained")
+    axes, colors = figure.subplots(), defaultdict[str, str](lambda: f"C{len(colors) % 10}")
+    for place, (_, _, parts) in enumerate(bars):
+        whole, start = sum(part.seconds for part in parts.values()), 0.0
+        for op, (seconds, limit) in parts.items():
+            is_first = op not in colors
+            color = colors[op]
+            axes.barh(place, seconds / whole, left=start, color=color, alpha=0.35, label=op if is_first else None)
+            axes.barh(place, min(limit, seconds) / whole, left=start, color=color)
+            start += seconds / whole
+    axes.set_yticks(range(len(bars)), [f"{isa}: {name}" for isa, name, _ in bars])
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the step's time (dark: the limit)")
+    figure.legend(loc="outside lower center", ncols=5)
+    figure.savefig(file, format="png")
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="See the head of this file.")
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("dtype", nargs="?", default="auto")
+    parser.add_argument("--dummy-weights", action="store_true")
+    parser.add_argument("--plot", metavar="FILE.png")
+    parser.add_argument(ONE_RUN, action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.one_run:
+        json.dump(one_run(given.model, given.dtype, given.dummy_weights), sys.stdout)
+        return
+    own = [given.model, given.dtype, *["--dummy-weights"] * given.dummy_weights]
+    isas, runs = load_library().instruction_sets(), defaultdict[str, list[Steps]](list)
+    for _ in range(RUNS):
+        for isa in isas:
+            runs[isa].append(run_on(isa, own))
+    found = {isa: medians(each) for isa, each in runs.items()}
+    console = Console(width=100)
+    console.print(f"{given.model}, {os.cpu_count()} cores")
+    for isa, steps in found.items():
+        console.print(make_table(isa, steps))
+    if given.plot is not None:
+        draw(found, given.plot)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
