@@ -179,7 +179,7 @@ class Disagreement:
 def test_a_rank_with_other_results_is_named() -> None:
     agreement, results = (
         Agreement(Disagreement(), 2),
-        StepResults(Drawn(tokens(1), np.float32([-0.5]), np.array([True]), {}, {}, {}), [], None, b""),
+        StepResults(Drawn(tokens(1), np.array([-0.5], np.float32), np.array([True]), {}, {}, {}), [], None, b""),
     )
     step: Any = SimpleNamespace(token_ids=tokens(3), positions=np.arange(3))
     for _ in range(63):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ Part = REPORT["Part"]
 
 
 def test_the_slower_of_arithmetic_and_memory_limits_an_op() -> None:
-    seconds = Counter(qkv=0.4, delta_rule=0.8, gate_up=0.6)
-    flops, num_bytes = Counter(qkv=20e9, delta_rule=10e9, gate_up=10e9), Counter(qkv=1e9, delta_rule=2e9, gate_up=2e9)
+    seconds = dict(qkv=0.4, delta_rule=0.8, gate_up=0.6)
+    flops, num_bytes = dict(qkv=20e9, delta_rule=10e9, gate_up=10e9), dict(qkv=1e9, delta_rule=2e9, gate_up=2e9)
     parts = REPORT["parts_of"]([2, 2.0, seconds, flops, num_bytes], BEST, ("delta_rule",))
     expected = {"qkv": (0.2, 0.1), "delta_rule": (0.4, 0.2), "gate_up": (0.3, 0.1), "Python": (0.1, 0.0)}
     assert parts.keys() == expected.keys()
