@@ -138,7 +138,8 @@ ENGINE = {
     "cache.routes": {"cache.prefix_cache"},
     "scheduling.media": {"media"},
     "scheduling.encodings": {"media"},
-    "scheduling.sequence": {"outputs", "cache.prefix_cache", "scheduling.media"},
+    "scheduling.deferred": set(),
+    "scheduling.sequence": {"outputs", "cache.prefix_cache", "scheduling.deferred", "scheduling.media"},
     "scheduling.recurrent": {"cache.host_tier", "cache.prefix_cache", "scheduling.sequence"},
     "scheduling.scheduler": OUTPUTS
     | {"cache.host_tier", "cache.prefix_cache", "cache.routes"}
