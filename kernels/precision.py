@@ -9,7 +9,6 @@ the model. `none` quantizes nothing. `kv_cache_dtype` names a format of `kernels
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ from .layer import make_layer
 from .quantization import FORMATS, Format, round_trip
 from .specs import PLAIN, DecoderSpec, LayerSpec, WeightSpec
 from .stacks import HeadLayout, StackLayout
+from .stored import NONE
 
-NONE = "none"
 EXPERTS_SUFFIX = ":experts"
 EXPERT_ROLES = ("experts.gate_up", "experts.down")
 MATRIX_ROLES = (
@@ -37,16 +36,6 @@ MATRIX_ROLES = (
 )
 SETTINGS = (NONE, *FORMATS, *(name + EXPERTS_SUFFIX for name in FORMATS))
 """All values of the setting."""
-_OF_METHODS = {"fp8": "fp8", "mxfp4": "mxfp4" + EXPERTS_SUFFIX}
-
-
-def stored_in(config: Mapping[str, Any]) -> str:
-    """Return the setting that describes how a checkpoint is stored. `config`: the content of the checkpoint's
-    config.json, which `families.describe` accepts.
-    """
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    return _OF_METHODS.get(found.get("quant_method", ""), NONE) if isinstance(found, dict) else NONE
 
 
 def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:

@@ -3,8 +3,8 @@
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
 the caller names the tensors and their destinations. Guarantees: the whole checkpoint is checked before the first tensor
 is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
-matrix. For matrices in FP8, memory also holds the scales of one file's matrices, and dequantized rows (at most
-`_MAX_OPEN_BYTES` or one row of blocks). Temporary tensors then take as much memory as the dequantized rows.
+matrix. For quantized matrices, memory also holds the scales and zero points of one file's matrices, and dequantized
+rows (at most `_MAX_OPEN_BYTES` or 128 rows). Temporary tensors then take as much memory as the dequantized rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ...kernels.shards import Shard, is_stack
 from ...kernels.spellings import Parts, Shape, Spellings
 from .files import check_file, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
-from .fp8 import FP8, SCALE_DTYPES, SCALES, Rows, check_scales, row_ranges, scales_shape
 from .mxfp4 import packed_shapes, quantized
+from .quantized.layouts import LAYOUTS, Layout, Matrix, Member, Rows, UnfitError, row_ranges
 
 MAX_HEADER_BYTES = 20 * 2**20
 """The size limit for all headers of a checkpoint together, and for the index file. The headers of 100,000 tensors take
@@ -63,15 +63,16 @@ class Checkpoint(NamedTuple):
     """The tensors to copy.
 
     `files`: maps each file to the tensors to copy from it. Each tensor is listed as a pair (name in the file, name in
-    the decoder). `scales`: maps the matrices in `files` that are stored in FP8 to their scales. `packed`: the stacks
-    that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each
-    stored dtype to the number of tensors in `files` that must be converted from this dtype, not counting the matrices
-    in `scales`. `swapped`: the stacks that are stored with rows and columns swapped, compared with the decoder's
-    layout.
+    the decoder). A quantized matrix is listed with the name of its codes. `quantized`: maps the matrices in `files`
+    that are stored in `layout` to their other tensors. `packed`: the stacks that are stored as MXFP4, with their blocks
+    and scales. `spellings`: the decoder's names. `converted`: maps each stored dtype to the number of tensors in
+    `files` that must be converted from this dtype, not counting quantized matrices. `swapped`: the stacks that are
+    stored with rows and columns swapped, compared with the decoder's layout.
     """
 
     files: dict[Path, list[tuple[str, str]]]
-    scales: dict[str, _Found]
+    layout: Layout
+    quantized: dict[str, dict[str, _Found]]
     packed: dict[str, tuple[_Found, _Found]]
     spellings: Spellings
     converted: Counter[torch.dtype]
@@ -81,7 +82,7 @@ class Checkpoint(NamedTuple):
 class _Piece(NamedTuple):
     """A piece to copy, with the destination of its values: a tensor of a file, one expert's matrix in such a tensor, or
     some `rows` of a matrix that is or will be quantized. `is_swapped`: the matrix is stored with rows and columns
-    swapped. `scales`: the scales of the whole matrix, if it is stored in FP8.
+    swapped. `matrix`: the scales of the whole matrix, if it is stored in a quantized form.
     """
 
     name: str
@@ -89,7 +90,7 @@ class _Piece(NamedTuple):
     expert: int | None = None
     is_swapped: bool = False
     rows: range | None = None
-    scales: torch.Tensor | None = None
+    matrix: Matrix | None = None
 
 
 @dataclass
@@ -97,14 +98,15 @@ class _Wanted:
     """The tensors that a checkpoint must have.
 
     `shapes`: shapes by name. For a stack that is stored in parts, `shapes` has the parts that were found, and `missing`
-    has the number of missing parts. `scales`: the matrices that are stored in FP8, with the names of their scales.
-    `packed`: the stacks that are stored as MXFP4, with the names of their two tensors. `packed_shapes`: the shapes of
-    the tensors named in `packed`. `doubled`: the stacks that are stored in more than one form, with the tensor names of
-    all forms.
+    has the number of missing parts. `quantized`: the matrices in `shapes` that are stored in `layout`, each with the
+    names of its tensors. `packed`: the stacks that are stored as MXFP4, with the names of their two tensors.
+    `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks that are stored in more than one
+    form, with the names of the tensors or matrices of all forms.
     """
 
+    layout: Layout
     shapes: dict[str, Shape] = field(default_factory=dict)
-    scales: dict[str, str] = field(default_factory=dict)
+    quantized: dict[str, dict[str, str]] = field(default_factory=dict)
     packed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     packed_shapes: dict[str, Shape] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
@@ -117,13 +119,15 @@ class _Wanted:
         found: Mapping[str, Sequence[_Found]],
         spellings: Spellings,
         swapped: Collection[str],
+        layout: Layout,
     ) -> _Wanted:
-        wanted, parts = cls(), spellings.parts_among(found)
+        wanted, names = cls(layout), {*found, *map(layout.matrix_of, found)}
+        parts = spellings.parts_among(names)
         for name, weight in expected.items():
             packed = packed_shapes(name, weight.own_shape) if is_stack(weight) else {}
             shape = _swap(weight.shape) if name in swapped else tuple(weight.shape)
             forms = {name: shape}, parts.get(name, {}), packed
-            there = [form for form in forms if not found.keys().isdisjoint(form)]
+            there = [form for form in forms if not names.isdisjoint(form)]
             if len(there) > 1:
                 wanted.doubled[name] = {one for form in there for one in form}
             if there and there[0] is packed:
@@ -134,14 +138,26 @@ class _Wanted:
                 wanted.shapes.update(there[0] if there else forms[0])
             if there and there[0] is forms[1]:
                 wanted.missing[name] = spellings.count(name) - len(forms[1])
-        matrices = (name for name, shape in wanted.shapes.items() if len(shape) == 2 and name in found)
-        wanted.scales = {name: name + SCALES for name in matrices if found[name][0].dtype == FP8}
+        matrices = {name: layout.names(name) for name, shape in wanted.shapes.items() if len(shape) == 2}
+        wanted.quantized = {
+            name: tensors
+            for name, tensors in matrices.items()
+            if (codes := tensors.get("codes")) in found
+            and (codes != name or found[name][0].dtype in layout.codes.dtypes)
+        }
         return wanted
 
     @property
-    def scales_shapes(self) -> dict[str, Shape]:
-        """The shapes of the tensors named in `scales`."""
-        return {scales: scales_shape(self.shapes[name]) for name, scales in self.scales.items()}
+    def tensors(self) -> dict[str, tuple[Shape, Collection[str]]]:
+        """The shape of each tensor, and the dtypes that it may have."""
+        found: dict[str, tuple[Shape, Collection[str]]] = {
+            name: (shape, _DTYPES) for name, shape in self.shapes.items() if name not in self.quantized
+        }
+        for matrix, names in self.quantized.items():
+            rows, columns = self.shapes[matrix]
+            for kind, member in self.layout.members.items():
+                found[names[kind]] = member.shape(rows, columns), member.dtypes
+        return found | {name: (shape, [_PACKED]) for name, shape in self.packed_shapes.items()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -189,18 +205,18 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
     """
     told, num_bytes = time.monotonic(), 0
     for number, (file, names) in enumerate(checkpoint.files.items(), 1):
-        scales = _read_scales({own: checkpoint.scales[own] for _, own in names if own in checkpoint.scales})
-        num_bytes += sum(each.nbytes for each in scales.values())
+        matrices = _read_matrices(checkpoint, [own for _, own in names if own in checkpoint.quantized])
+        num_bytes += sum(each.nbytes for each in matrices.values())
         left = [
             piece
             for name, own in names
             if (weight := _destination(own, checkpoint, destinations)) is not None
-            for piece in _pieces(name, weight, own in checkpoint.swapped, scales.get(own))
+            for piece in _pieces(name, weight, own in checkpoint.swapped, matrices.get(own))
         ]
         while left:
             # The file is reopened repeatedly, because everything read from an open file stays in memory.
             with _open(file) as opened:
-                num_bytes += _copy_some(opened, left)
+                num_bytes += _copy_some(file, opened, left)
             if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
                 told = time.monotonic()
                 log.info(
@@ -220,35 +236,41 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
     return None if stack is None else stack.part(part.expert, part.start, part.shape[0])
 
 
-def _pieces(name: str, weight: Any, is_swapped: bool, scales: torch.Tensor | None) -> list[_Piece]:
+def _pieces(name: str, weight: Any, is_swapped: bool, matrix: Matrix | None) -> list[_Piece]:
     """Return the pieces in which a tensor is copied. A stack has a piece for each held expert's matrix, and a matrix
     that is or will be quantized has a piece for each range of rows. Any other tensor is one piece.
     """
     if is_stack(weight):
         return [_Piece(name, weight.narrow(0, expert, 1), expert, is_swapped) for expert in weight.experts]
-    if scales is None and format_of(weight) is None:
+    if matrix is None and format_of(weight) is None:
         return [_Piece(name, weight)]
     ranges = row_ranges(tuple(weight.shape), _MAX_OPEN_BYTES)
-    return [_Piece(name, weight.narrow(0, rows.start, len(rows)), rows=rows, scales=scales) for rows in ranges]
+    return [_Piece(name, weight.narrow(0, rows.start, len(rows)), rows=rows, matrix=matrix) for rows in ranges]
 
 
-def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
+def _copy_some(file: Path, opened: Any, pieces: list[_Piece]) -> int:
     """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read. Return the number of bytes
-    that were read.
+    that were read. Raise ModelError for values that a weight cannot store.
     """
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
         piece = pieces.pop()
-        stored, weight, rows = opened.get_slice(piece.name), piece.weight, piece.rows
-        if rows is not None and piece.scales is not None:
-            num_bytes += _copy_fp8(Rows(stored, piece.scales, rows), weight)
-        elif rows is None and piece.expert is None and isinstance(weight, Shard):
-            num_bytes += weight.read(stored)
-        else:
-            tensor = stored[_part_of(piece)] if rows or piece.expert is not None else opened.get_tensor(piece.name)
-            weight.copy_(tensor.transpose(1, 2) if piece.is_swapped else tensor)
-            num_bytes += tensor.nbytes
+        try:
+            num_bytes += _copy_piece(opened, piece)
+        except ValueError as error:
+            raise _damaged(file, piece.name, error) from None
     return num_bytes
+
+
+def _copy_piece(opened: Any, piece: _Piece) -> int:
+    stored, weight, rows = opened.get_slice(piece.name), piece.weight, piece.rows
+    if rows is not None and piece.matrix is not None:
+        return _copy_quantized(Rows(stored, piece.matrix, rows), weight)
+    if rows is None and piece.expert is None and isinstance(weight, Shard):
+        return weight.read(stored)
+    tensor = stored[_part_of(piece)] if rows or piece.expert is not None else opened.get_tensor(piece.name)
+    weight.copy_(tensor.transpose(1, 2) if piece.is_swapped else tensor)
+    return tensor.nbytes
 
 
 def _part_of(piece: _Piece) -> slice:
@@ -258,41 +280,48 @@ def _part_of(piece: _Piece) -> slice:
     return slice(piece.expert, piece.expert + 1)
 
 
-def _copy_fp8(rows: Rows, weight: Any) -> int:
-    """Copy rows of a matrix in FP8, as they are stored if the weight has the same format. Return the number of bytes
-    that were read: one byte for each element.
+def _copy_quantized(rows: Rows, weight: Any) -> int:
+    """Copy rows of a quantized matrix, as they are stored if the weight has the same format. Return the number of bytes
+    of codes that were read.
     """
+    format = rows.format
     if isinstance(weight, Shard) and weight.format is None:
-        return weight.read(rows) // torch.float32.itemsize
+        return weight.read(rows) // torch.float32.itemsize * format.bits // 8
     found = rows.quantized()
-    weight.copy_(found if format_of(weight) is found.format else found.values())
-    return found.shape.numel()
+    weight.copy_(found if format_of(weight) is format else found.values())
+    return found.shape.numel() * format.bits // 8
 
 
-def _read_scales(found: Mapping[str, _Found]) -> dict[str, torch.Tensor]:
-    """Return the scales of matrices in FP8. The scales may be in any of the checkpoint's files. Each file is opened
-    once.
+def _read_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Matrix]:
+    """Return the scales and zero points of quantized matrices, by the names of the matrices. They may be in any of the
+    checkpoint's files. Each file is opened once.
 
-    Raise ModelError for scales that no matrix can have.
+    Raise ModelError for values that no matrix can have.
     """
-    scales: dict[str, torch.Tensor] = {}
-    for file in dict.fromkeys(each.file for each in found.values()):
+    layout, shapes = checkpoint.layout, {name: checkpoint.spellings.shape(name) or () for name in names}
+    fields: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+    wanted = [(name, kind, each) for name in names for kind, each in checkpoint.quantized[name].items()]
+    for file in dict.fromkeys(each.file for _, _, each in wanted):
         with _open(file) as opened:
-            for name, each in found.items():
+            for name, kind, each in wanted:
                 if each.file == file:
-                    scales[name] = opened.get_tensor(each.name).clone()
-    for name, each in found.items():
-        try:
-            check_scales(scales[name])
-        except ValueError as error:
-            raise _damaged(each, "", error) from None
-    return scales
+                    fields[name][kind] = _read_field(opened, each, layout.others[kind], shapes[name])
+    return {name: Matrix(layout, shapes[name], fields[name]) for name in names}
 
 
-def _damaged(scales: _Found, where: str, error: ValueError) -> ModelError:
+def _read_field(opened: Any, found: _Found, member: Member, shape: Shape) -> torch.Tensor:
+    try:
+        return member.read(opened.get_tensor(found.name), shape).clone()
+    except UnfitError as error:
+        raise ModelError(f"{found.file}: {found.name}: {error}; serve a checkpoint in bfloat16") from None
+    except ValueError as error:
+        raise _damaged(found.file, found.name, error) from None
+
+
+def _damaged(file: Path, name: str, error: object) -> ModelError:
     return ModelError(
-        f"{scales.file}: {scales.name}: {where}{error}; the checkpoint is damaged; download it again, or convert it "
-        "again from finite weights"
+        f"{file}: {name}: {error}; the checkpoint is damaged; download it again, or convert it again from finite "
+        "weights"
     )
 
 
@@ -313,7 +342,7 @@ def _unpack(blocks: _Found, scales: _Found, stack: Any) -> int:
                 try:
                     found = quantized(*(each[0] for each in stored))
                 except ValueError as error:
-                    raise _damaged(scales, f"expert {expert}: ", error) from None
+                    raise _damaged(scales.file, scales.name, f"expert {expert}: {error}") from None
                 if format_of(stack) is found.format:
                     stack.put_quantized(expert, found)
                     continue
@@ -329,6 +358,7 @@ def check_checkpoint(
     own_name: Callable[[str], str | None] = str,
     parts: Parts | None = None,
     tied: Mapping[str, str] | None = None,
+    layout: Layout = LAYOUTS["fp8"],
 ) -> Checkpoint:
     """Find the tensors of `expected` in the folder's safetensors files, and check all tensors in these files.
 
@@ -336,8 +366,8 @@ def check_checkpoint(
     Only the shapes and dtypes of `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates
     a tensor's name in a file to the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the
     tensor. `parts`: the parts in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a
-    part in FP8. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. Copies are
-    skipped.
+    part in `layout`. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. Copies
+    are skipped.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
     missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype. Also raise ModelError if a
@@ -345,22 +375,24 @@ def check_checkpoint(
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
-    found = _read_headers(files, own_name)
+    found = _read_headers(files, lambda name: None if layout.is_left_out(name) else own_name(name))
     spellings = Spellings({name: tuple(weight.shape) for name, weight in expected.items()}, parts or {})
     swapped = _swapped(folder, found, expected)
-    wanted = _Wanted.of(expected, found, spellings, swapped)
+    wanted = _Wanted.of(expected, found, spellings, swapped, layout)
     tied = tied or {}
     _check_tensors(folder, found, wanted, {*ignored, *tied}, spellings)
     _check_copies(folder, found, tied)
     names: dict[Path, list[tuple[str, str]]] = {}
     for name in sorted(wanted.shapes):
-        [tensor] = found[name]
+        [tensor] = found[wanted.quantized[name]["codes"] if name in wanted.quantized else name]
         names.setdefault(tensor.file, []).append((tensor.name, name))
     packed = {name: (found[blocks][0], found[scales][0]) for name, (blocks, scales) in wanted.packed.items()}
-    scales = {name: found[each][0] for name, each in wanted.scales.items()}
-    stored = {name: _DTYPES[found[name][0].dtype] for name in wanted.shapes if name not in scales}
+    quantized = {
+        name: {kind: found[tensors[kind]][0] for kind in layout.others} for name, tensors in wanted.quantized.items()
+    }
+    stored = {name: _DTYPES[found[name][0].dtype] for name in wanted.shapes if name not in quantized}
     converted = Counter(dtype for name, dtype in stored.items() if dtype != _dtype_of(name, expected, spellings))
-    return Checkpoint(names, scales, packed, spellings, converted, swapped)
+    return Checkpoint(names, layout, quantized, packed, spellings, converted, swapped)
 
 
 def _swapped(folder: Path, found: dict[str, list[_Found]], expected: Mapping[str, Weight]) -> frozenset[str]:
@@ -476,23 +508,25 @@ def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) 
 def _check_tensors(
     folder: Path, found: dict[str, list[_Found]], wanted: _Wanted, ignored: Collection[str], spellings: Spellings
 ) -> None:
-    shapes, doubled = wanted.shapes | wanted.scales_shapes | wanted.packed_shapes, wanted.doubled
-    plain = [name for name in wanted.shapes if name not in wanted.scales]
-    in_doubled = {name for names in doubled.values() for name in names}
-    both = {name: (shape, found[name][0]) for name, shape in shapes.items() if name in found}
+    tensors, matrix_of = wanted.tensors, wanted.layout.matrix_of
+    in_doubled = {name for names in wanted.doubled.values() for name in names}
+    both = {name: (shape, found[name][0]) for name, (shape, _) in tensors.items() if name in found}
+    of_dtypes: dict[str, list[str]] = {}
+    for name, (_, dtypes) in tensors.items():
+        of_dtypes.setdefault(f"not of {', '.join(dtypes)}", []).extend(_not_of(dtypes, [name], found))
     faults = {
-        "missing": sorted(shapes.keys() - found.keys() - in_doubled) + _incomplete_stacks(found, wanted, spellings),
-        "unknown": sorted(found.keys() - shapes.keys() - in_doubled - set(ignored)),
-        "there more than once": sorted(name for name, tensors in found.items() if len(tensors) > 1),
-        "there in more than one form": sorted(doubled),
+        "missing": sorted(tensors.keys() - found.keys() - in_doubled) + _incomplete_stacks(wanted, spellings),
+        "unknown": sorted(
+            name for name in found.keys() - tensors.keys() - set(ignored) if matrix_of(name) not in in_doubled
+        ),
+        "there more than once": sorted(name for name, several in found.items() if len(several) > 1),
+        "there in more than one form": sorted(wanted.doubled),
         "of the wrong shape": [
-            f"{name} (expected {list(wanted)}, found {brief(list(tensor.shape))})"
-            for name, (wanted, tensor) in both.items()
-            if wanted != tensor.shape
+            f"{name} (expected {list(shape)}, found {brief(list(tensor.shape))})"
+            for name, (shape, tensor) in both.items()
+            if shape != tensor.shape
         ],
-        f"not of {', '.join(_DTYPES)}": _not_of(_DTYPES, plain, found),
-        f"not of {', '.join(SCALE_DTYPES)}": _not_of(SCALE_DTYPES, wanted.scales_shapes, found),
-        f"not of {_PACKED}": _not_of([_PACKED], wanted.packed_shapes, found),
+        **of_dtypes,
     }
     described = [f"{len(names)} {fault}: {_list_names(names)}" for fault, names in faults.items() if names]
     if described:
@@ -528,10 +562,11 @@ def _are_equal(one: _Found, other: _Found) -> bool:
     return True
 
 
-def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spellings) -> list[str]:
+def _incomplete_stacks(wanted: _Wanted, spellings: Spellings) -> list[str]:
     """Describe each incomplete stack by its first missing part and the number of missing parts."""
     return [
-        f"{next(part for part in spellings.parts(name) if part not in found)} ({count} of {spellings.count(name)} "
+        f"{next(part for part in spellings.parts(name) if part not in wanted.shapes)} ({count} of "
+        f"{spellings.count(name)} "
         f"parts of {name})"
         for name, count in wanted.missing.items()
         if count and name not in wanted.doubled

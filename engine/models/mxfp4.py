@@ -8,10 +8,10 @@ C / 32, 16] and `SCALES` [E, R, C / 32]. The format is `mxfp4` of `kernels.quant
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...kernels.quantization import FORMATS, Quantized
+from .quantized.packing import nibbles
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """The suffixes that are appended to the name of a stack to name its two tensors."""
@@ -37,5 +37,4 @@ def quantized(blocks: Tensor, scales: Tensor) -> Quantized:
     """
     if num_nan := int((scales == _NAN_SCALE).sum()):
         raise ValueError(f"{num_nan} of {scales.numel()} scales are NaN (byte {_NAN_SCALE})")
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
-    return Quantized(FORMATS["mxfp4"], codes, scales)
+    return Quantized(FORMATS["mxfp4"], nibbles(blocks).flatten(1), scales)

@@ -18,21 +18,22 @@ from ...kernels.cache_formats import AUTO
 from ...kernels.contract import Backend, Weight
 from ...kernels.families import describe
 from ...kernels.pieces import with_pieces
-from ...kernels.precision import NONE, stored_in, with_kv_cache_dtype, with_quantization
+from ...kernels.precision import EXPERTS_SUFFIX, NONE, with_kv_cache_dtype, with_quantization
 from ...kernels.quantization import format_of
 from ...kernels.ranks import RankedOps, part_of, stage_of
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec, is_of_mtp
 from ...kernels.spellings import Spellings
+from ...kernels.stored import Stored, stored_in
 from ..config import EngineConfig
 from ..grammars.matching import installed_version
 from ..models.decoder import Decoder
 from ..models.dummy import fill_randomly
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
-from ..models.fp8 import SCALES
 from ..models.loader import Checkpoint, check_checkpoint, checkpoint_names, copy_checkpoint, read_config
 from ..models.names import find_config, resolve_model
+from ..models.quantized.layouts import LAYOUTS, Layout
 from .experts import route_format
 from .planner import Sizes, Storage, plan_memory, scratch_bytes
 from .ranks import Links, Topology
@@ -171,10 +172,12 @@ class EngineInfo:
 class _Plan:
     """The properties of a model, determined before memory is allocated.
 
-    `spec`: the whole decoder. `builds`: create the model of each rank. `links`: as in `LoadedModel`.
+    `spec`: the whole decoder. `stored`: how a checkpoint is stored. `builds`: create the model of each rank. `links`:
+    as in `LoadedModel`.
     """
 
     folder: Path
+    stored: Stored
     spec: DecoderSpec
     builds: tuple[Build, ...]
     dtype: torch.dtype
@@ -224,7 +227,8 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
     tensors = {name: tensor for each in outlines for name, tensor in each.checkpoint_tensors().items()}
     outline = outlines[0]
     names = outline.spec.own_name, outline.stack_parts(), outline.tied_tensors()
-    checkpoint = check_checkpoint(plan.folder, tensors, outline.ignored_tensors(), *names)
+    layout = LAYOUTS[plan.stored.layout]
+    checkpoint = check_checkpoint(plan.folder, tensors, outline.ignored_tensors(), *names, layout)
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     if plan.spec.kv_cache_dtype not in (AUTO, *plan.backend.ops.CACHE_FORMATS):
@@ -237,12 +241,20 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
         )
     if config.quantization == "auto":
         _check_stored(plan, checkpoint, tensors)
-    elif checkpoint.scales and plan.spec.quantization == NONE:
+    elif checkpoint.quantized and plan.spec.quantization == NONE:
         log.warning(
-            "%s: %d matrices are stored in FP8 and are dequantized to %s; pushes must be in %s too, without scales",
+            "%s: %d matrices are stored in %s and are dequantized to %s; pushes must be in %s too, without scales",
             plan.folder,
-            len(checkpoint.scales),
+            len(checkpoint.quantized),
+            layout.format.name,
             _name(plan.dtype),
+            _name(plan.dtype),
+        )
+    if plan.stored.left_out:
+        log.warning(
+            "%s: config.json asks for %s; activations keep %s all the same, and kv_cache_dtype sets the KV cache",
+            plan.folder,
+            " and for ".join(plan.stored.left_out),
             _name(plan.dtype),
         )
     return AllocatedModel(_allocate(plan, place), checkpoint)
@@ -250,13 +262,16 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
 
 def _check_stored(plan: _Plan, checkpoint: Checkpoint, tensors: Mapping[str, Weight]) -> None:
     """Raise ConfigError if `auto` would quantize a weight that the checkpoint does not store in the format."""
-    stored = checkpoint.scales.keys() | checkpoint.packed.keys()
+    stored = checkpoint.quantized.keys() | checkpoint.packed.keys()
     stacks = {part.stack for name in stored if (part := checkpoint.spellings.part(name)) is not None}
     plain = [name for name, each in tensors.items() if format_of(each) and name not in stored and name not in stacks]
     if plain:
+        setting = plan.spec.quantization
+        has_choice = plan.spec.experts and not setting.endswith(EXPERTS_SUFFIX)
+        others = f"{setting}, {setting}{EXPERTS_SUFFIX}" if has_choice else setting
         raise ConfigError(
-            f"quantization: auto would quantize {len(plain)} weights that {plan.folder} does not store in "
-            f"{plan.spec.quantization}, such as {plain[0]}; set quantization to {plan.spec.quantization}, or to none",
+            f"quantization: auto would quantize {len(plain)} weights that {plan.folder} does not store in {setting}, "
+            f"such as {plain[0]}; set quantization to {others} or none",
             field="quantization",
             value="auto",
         )
@@ -353,14 +368,17 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], links: Links
     folder = find_folder(config.model)
     raw = read_config(folder)
     spec = _describe(folder, raw)
+    stored = stored_in(raw)
     if config.pieces is not None:
         spec = with_pieces(spec, config.pieces)
-    spec = with_quantization(spec, stored_in(raw) if config.quantization == "auto" else config.quantization)
+    spec = with_quantization(spec, stored.setting if config.quantization == "auto" else config.quantization)
     spec = with_kv_cache_dtype(spec, config.kv_cache_dtype)
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)
-    spec = spec.serving(_serves_mtp(config, folder, spec, backend.ops), _serves_tower(config, folder, spec))
+    spec = spec.serving(
+        _serves_mtp(config, folder, spec, backend.ops, LAYOUTS[stored.layout]), _serves_tower(config, folder, spec)
+    )
     specs = [spec]
     if links is not None:
         specs = specs_of_ranks(spec, links.topology, backend.ops)
@@ -368,7 +386,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], links: Links
         ops = RankedOps(backend.ops, links.stage, specs[links.everyone.rank.index].head_range[0])
         backend = replace(backend, ops=cast(Backend, ops))
     builds = tuple(partial(Decoder, each, backend.ops) for each in specs)
-    return _Plan(folder, spec, builds, dtype, device, backend, eos_token_ids, links)
+    return _Plan(folder, stored, spec, builds, dtype, device, backend, eos_token_ids, links)
 
 
 def specs_of_ranks(spec: DecoderSpec, topology: Topology, ops: Backend) -> list[DecoderSpec]:
@@ -377,14 +395,14 @@ def specs_of_ranks(spec: DecoderSpec, topology: Topology, ops: Backend) -> list[
     return [stage_of(part_of(spec, rank, ops.HEAD_SECTION), stage) for rank, stage in places]
 
 
-def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
+def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Backend, layout: Layout) -> bool:
     """Return whether to load the model's MTP module.
 
     Raise ConfigError if `speculative` is `mtp` but the model has no supported MTP module.
     """
     if not config.wants_mtp:
         return False
-    found = spec.mtp is not None and _has_module(folder, spec, ops)
+    found = spec.mtp is not None and _has_module(folder, spec, ops, layout)
     if config.speculative == "mtp" and not found:
         raise ConfigError(
             f"speculative: {folder} has no module for multi-token prediction (MTP) that trueroll supports; set "
@@ -415,7 +433,7 @@ def tower_obstacle(spec: DecoderSpec) -> str:
     return ""
 
 
-def _has_module(folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
+def _has_module(folder: Path, spec: DecoderSpec, ops: Backend, layout: Layout) -> bool:
     """Return whether a folder has exactly the tensors of the MTP module. If the folder has no weight files, assume that
     the module is present.
     """
@@ -424,7 +442,8 @@ def _has_module(folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
     model = Decoder(spec.serving(mtp=True, tower=False), ops, partial(torch.empty, dtype=spec.dtype, device="meta"))
     wanted = {name: tuple(model.checkpoint_tensors()[name].shape) for name in model.optional_tensors()}
     parts = {name: each for name, each in model.stack_parts().items() if name in wanted}
-    found, spellings = {name.removesuffix(SCALES) for name in names if is_of_mtp(name)}, Spellings(wanted, parts)
+    found = {layout.matrix_of(name) for name in names if is_of_mtp(name) and not layout.is_left_out(name)}
+    spellings = Spellings(wanted, parts)
     whole = {name for name in wanted if name in found or found.issuperset([*spellings.parts(name)] or [name])}
     return whole == wanted.keys() and all(spellings.shape(name) is not None for name in found)
 

@@ -35,6 +35,7 @@ from ..specs import (
     Score,
     WeightSpec,
 )
+from ..stored import read_stored
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -87,7 +88,6 @@ _MOST = {
 }
 # Limit on a number that scales scores, so that the number and its inverse are both in the range of float32.
 _MOST_SCALAR = 2.0**30
-_FP8_BLOCK, _FP8_FORMATS = [128, 128], ("e4m3", "float8_e4m3fn")  # two names of the same format
 # Keys that `Settings` accepts in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {
@@ -474,11 +474,11 @@ def read_settings(
     """Return the `Settings` in `raw`, the content of config.json.
 
     `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
-    checkpoints of the family may have besides FP8 in blocks of 128 by 128. `names`: maps the names of settings to
+    checkpoints of the family may have besides those of all families (`stored`). `names`: maps the names of settings to
     alternative names that the file may use. Raise ModelError for a broken file, for a checkpoint with any other
     quantization, and for per-layer settings, which no family supports.
     """
-    _check_quantization(raw.get("quantization_config"), quantized)
+    read_stored(raw.get("quantization_config"), quantized)
     raw = _with_own_names(raw, names or {})
     for name in ("rope_parameters", "rope_scaling"):
         if raw.get(name) and not isinstance(raw[name], dict):
@@ -492,27 +492,6 @@ def read_settings(
         return Settings(**filled)
     except Exception as error:
         raise _broken(error, names) from error
-
-
-def _check_quantization(found: Any, served: Collection[str]) -> None:
-    method = found.get("quant_method") if isinstance(found, dict) else found
-    if method is not None and method not in ["fp8", *served]:
-        *others, last = ["none", "fp8", *served]
-        raise ModelError(
-            f"quant_method in quantization_config of config.json must be {', '.join(others)} or {last} (got "
-            f"{brief(method)}); serve a checkpoint in bfloat16"
-        )
-    if method != "fp8":
-        return
-    for name, value, wanted in (
-        ("weight_block_size", found.get("weight_block_size"), [_FP8_BLOCK]),
-        ("fmt", found.get("fmt", "e4m3"), _FP8_FORMATS),
-    ):
-        if value not in wanted:
-            raise ModelError(
-                f"{name} in quantization_config of config.json must be {' or '.join(map(str, wanted))} (got "
-                f"{brief(value)}); serve a checkpoint in bfloat16"
-            )
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from matrix import thinned
 from torch import Tensor
 
 from trueroll.errors import ConfigError
-from trueroll.kernels.precision import MATRIX_ROLES, roundings, stored_in, with_quantization
+from trueroll.kernels.precision import MATRIX_ROLES, roundings, with_quantization
 from trueroll.kernels.quantization import FORMATS, Format, Quantized, join, quantize, round_trip
 from trueroll.kernels.specs import ExpertsSpec
 
@@ -250,15 +250,3 @@ def test_each_setting_names_weights() -> None:
 def test_wrong_settings_are_refused(setting: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text.replace("(got", re.escape("(got")).replace("')", r"'\)")):
         with_quantization(decoder_spec(layer_spec()), setting)
-
-
-@pytest.mark.parametrize(
-    ("config", "setting"),
-    [
-        ({}, "none"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}, "mxfp4:experts"),
-    ],
-)
-def test_a_config_tells_how_a_checkpoint_is_stored(config: dict[str, object], setting: str) -> None:
-    assert stored_in(config) == setting

@@ -21,8 +21,8 @@ from torch import Tensor
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models import loader
-from trueroll.engine.models.fp8 import Rows, quantized, row_ranges
 from trueroll.engine.models.loader import copy_checkpoint, read_config
+from trueroll.engine.models.quantized.layouts import LAYOUTS, Matrix, Rows, row_ranges
 from trueroll.engine.running.loading import allocate_model, load_model
 from trueroll.engine.running.ranks import Links, Topology
 from trueroll.errors import ConfigError, ModelError
@@ -109,10 +109,11 @@ def numbers(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 def test_each_number_is_multiplied_by_the_scale_of_its_block() -> None:
     stored, scales = numbers(300, 500)
-    found, expected = quantized(stored, scales).values(), multiplied(stored, scales)
+    matrix = Matrix(LAYOUTS["fp8"], (300, 500), {"scales": scales})
+    found, expected = matrix.part(stored, range(300), range(500)).values(), multiplied(stored, scales)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32)) and len(found.unique()) > 1000
     for rows in row_ranges((300, 500), 128 * 500 * 4):
-        part = Rows(stored, scales, rows)
+        part = Rows(stored, matrix, rows)
         assert torch.equal(part[:], expected[rows.start : rows.stop])
         assert torch.equal(part[3:40], expected[rows][3:40])
         assert torch.equal(part[:, 100:420], expected[rows.start : rows.stop, 100:420])
@@ -129,7 +130,8 @@ def test_whole_blocks_equal_those_of_transformers() -> None:
 
     stored, scales = numbers(256, 384)
     found: Any = Fp8Dequantize(None).convert({"weight": [stored], "weight_scale_inv": [scales]})["weight"]
-    assert torch.equal(quantized(stored, scales).values(), found)
+    matrix = Matrix(LAYOUTS["fp8"], (256, 384), {"scales": scales})
+    assert torch.equal(matrix.part(stored, range(256), range(384)).values(), found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -146,8 +148,9 @@ def test_a_model_has_the_bits_of_the_dequantized_values(
         caplog.clear()
         assert_equal(dense(tmp_path / "fp8", backend, dtype=dtype), expected)
     named = "bfloat16" if dtype == "auto" else dtype
-    [warning] = caplog.messages
-    assert f"in FP8 and are dequantized to {named}; pushes must be in {named} too, without scales" in warning
+    warning, left_out = caplog.messages
+    assert f"in fp8 and are dequantized to {named}; pushes must be in {named} too, without scales" in warning
+    assert f"config.json asks for activations in FP8 ('dynamic'); activations keep {named}" in left_out
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
@@ -244,8 +247,8 @@ def test_the_text_of_a_model_with_a_tower_may_be_quantized(tmp_path: Path) -> No
     raw["text_config"]["quantization_config"] = raw.pop("quantization_config")
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(raw))
     assert_equal(dense(tmp_path / "fp8"), dense(tmp_path / "plain"))
-    raw["text_config"]["quantization_config"] = dict(quant_method="compressed-tensors", format="pack-quantized")
-    with pytest.raises(ModelError, match=r"must be none or fp8 \(got 'compressed-tensors'\); serve a checkpoint in bf"):
+    raw["text_config"]["quantization_config"] = dict(quant_method="gptq", bits=4)
+    with pytest.raises(ModelError, match=r"must be none, .*, fp8 or modelopt \(got 'gptq'\); serve a checkpoint in bf"):
         describe(raw)
 
 
@@ -334,8 +337,8 @@ def test_a_block_of_zeros_may_have_the_scale_0(of_fp8: Path, tmp_path: Path) -> 
         ),
         (dict(weight_block_size=None), r"weight_block_size in .* must be \[128, 128\] \(got None\)"),
         (dict(fmt="e5m2"), r"fmt in .* of config.json must be e4m3 or float8_e4m3fn \(got 'e5m2'\)"),
-        (dict(quant_method="fbgemm_fp8"), r"quant_method .* must be none or fp8 \(got 'fbgemm_fp8'\)"),
-        (dict(quant_method=["fp8"]), r"quant_method .* must be none or fp8 \(got \['fp8'\]\)"),
+        (dict(quant_method="fbgemm_fp8"), r"quant_method .* must be none, .* or modelopt \(got 'fbgemm_fp8'\)"),
+        (dict(quant_method=["fp8"]), r"quant_method .* must be none, .* or modelopt \(got \['fp8'\]\)"),
     ],
 )
 def test_other_quantizations_are_refused(of_fp8: Path, change: dict[str, Any], message: str) -> None:

@@ -140,7 +140,7 @@ def test_the_cache_holds_a_latent_row_and_a_key_for_each_token(tmp_path: Path) -
         ("deepseek_v3", dict(hidden_act="gelu"), "hidden_act in config.json must be 'silu'"),
         ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale_all_dim="x")), "config.json has an invalid setting"),
         ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale_all_dim=-9e30)), "config.json has an invalid setting"),
-        ("deepseek_v3", dict(quantization_config=dict(quant_method="awq")), "quant_method .* serve a checkpoint in"),
+        ("deepseek_v3", dict(quantization_config=dict(quant_method="gptq")), "quant_method .* serve a checkpoint in"),
         ("deepseek_v2", dict(topk_method="noaux_tc"), "topk_method in config.json must be greedy or group_limited"),
         ("mistral4", dict(rope_parameters=YARN), "llama_4_scaling_beta in config.json must be a number"),
         ("mistral4", dict(rope_parameters=5), "rope_parameters in config.json must be a map"),

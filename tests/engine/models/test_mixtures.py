@@ -368,15 +368,15 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(
         ("gpt_oss", dict(sliding_window=None), "sliding_window is missing in config.json"),
         (
             "gpt_oss",
-            dict(quantization_config=dict(quant_method="awq")),
-            "quant_method .* must be none, fp8 or mxfp4 .got 'awq'",
+            dict(quantization_config=dict(quant_method="gptq")),
+            "quant_method .* must be none, awq, compressed-tensors, fp8, modelopt or mxfp4 .got 'gptq'",
         ),
         (
             "qwen3_moe",
             dict(quantization_config=dict(quant_method="mxfp4")),
-            "quant_method .* must be none or fp8 .got 'mxfp4'",
+            "quant_method .* must be none, awq, compressed-tensors, fp8 or modelopt .got 'mxfp4'",
         ),
-        ("qwen3_5_moe", dict(quantization_config=dict(quant_method="awq")), "must be none or fp8 .got 'awq'"),
+        ("qwen3_5_moe", dict(quantization_config=dict(quant_method="gptq")), "must be none, .* modelopt .got 'gptq'"),
     ],
 )
 def test_unsupported_settings_are_refused(
