@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,7 +177,7 @@ def make_both(folder: Path, layout: str, out: Path) -> dict[str, Tensor]:
         if kept or not name.endswith(".weight"):
             stored[name] = tensor
             continue
-        members, plain[name] = write(*tensor.shape, generator)
+        members, plain[name] = write(tensor.shape[0], tensor.shape[1], generator)
         stored |= {name.removesuffix("weight") + suffix: member for suffix, member in members.items()}
     for kind, content in (("quantized", stored), ("plain", plain)):
         shutil.copytree(folder, out / kind, dirs_exist_ok=True)
@@ -187,11 +187,11 @@ def make_both(folder: Path, layout: str, out: Path) -> dict[str, Tensor]:
     return stored
 
 
-def load(folder: Path, links: Links | None = None, **settings: Any) -> dict[str, Any]:
+def load(folder: Path, links: Links | None = None, **settings: Any) -> Mapping[str, Any]:
     return load_model(EngineConfig(model=str(folder), **settings), links).weights.tensors
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name in found:
         left, right = (each[name].to_dense().contiguous() for each in (found, expected))
