@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +42,12 @@ from .contract import (
     as_weight,
 )
 from .distributions import Processing
+from .dynamic import DynamicValues, apart
 from .gates import plain_gates
 from .layer import absorb
 from .packed import Packed, attend, attend_latent
 from .precision import Rounding
+from .quantization import Format
 from .specs import (
     PLAIN_HEAD,
     WHOLE,
@@ -61,6 +63,7 @@ from .specs import (
     Pieces,
 )
 
+Matrix: TypeAlias = Tensor | DynamicValues
 NO_TOKEN = -1
 """The id that pads a row of token ids that is shorter than other rows."""
 # Tokens per chunk; any size gives the same gradients within rounding.
@@ -92,16 +95,23 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Product(Function):
     """`product` is an op of the backend, called as `product(x, weight, *bias)`: x is [M, K], `weight` is [N, K], and
-    the optional `bias` is [N].
+    the optional `bias` is [N]. `format`: a format with activations, in which the product quantizes the weight; None for
+    plain products. The gradients are those of plain products.
     """
 
     @staticmethod
     @_without_autocast
     def forward(
-        ctx: Any, ops: Backend, product: Callable[..., Tensor], x: Tensor, weight: Tensor, *bias: Tensor
+        ctx: Any,
+        ops: Backend,
+        product: Callable[..., Tensor],
+        format: Format | None,
+        x: Tensor,
+        weight: Tensor,
+        *bias: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, as_weight(ops, weight), *bias)
+        return product(x, as_weight(ops, weight, format), *bias)
 
     @staticmethod
     @once_differentiable
@@ -109,11 +119,11 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad, dtype = grad.to(weight.dtype), product_dtype(weight)
-        _, _, needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
+        _, _, _, needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
         wide = grad.to(dtype)
         grad_x = (wide @ weight.to(dtype)).to(x.dtype) if needs_x else None
         grad_weight = (wide.T @ x.to(dtype)).to(weight.dtype) if needs_weight else None
-        return None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
+        return None, None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
 
 
 class _WideProduct(Function):
@@ -305,6 +315,7 @@ class _Experts(Function):
         ops: Backend,
         spec: ExpertsSpec,
         weights: ExpertsWeights,
+        format: Format | None,
         experts: Tensor,
         groups: int,
         x: Tensor,
@@ -317,7 +328,8 @@ class _Experts(Function):
     ) -> Tensor:
         ctx.save_for_backward(experts, x, gates, gate_up, gate_up_bias, down, down_bias)
         ctx.ops, ctx.spec = ops, spec
-        matrices = {name: as_weight(ops, x.flatten(0, 1)) for name, x in (("gate_up", gate_up), ("down", down))}
+        stacks = {"gate_up": gate_up, "down": down}
+        matrices = {name: as_weight(ops, stack.flatten(0, 1), format) for name, stack in stacks.items()}
         return ops.experts(x, spec, replace(weights, **matrices), experts, gates, shared, groups)
 
     @staticmethod
@@ -328,7 +340,7 @@ class _Experts(Function):
         keep.
         """
         experts, x, gates, *parameters = ctx.saved_tensors
-        needed = ctx.needs_input_grad[5:]
+        needed = ctx.needs_input_grad[6:]
         grad_x, grad_gates = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(gates)
         found = [torch.zeros_like(p) if wanted else None for p, wanted in zip(parameters, needed[3:], strict=True)]
         for expert, rows, places in _rows_by_expert(experts, len(parameters[0])):
@@ -341,7 +353,7 @@ class _Experts(Function):
                 if whole is not None:
                     whole[expert] = part
         shared = grad if needed[2] else None
-        return *(None,) * 5, grad_x.to(x.dtype), grad_gates, shared, *found
+        return *(None,) * 6, grad_x.to(x.dtype), grad_gates, shared, *found
 
 
 def _expert_gradients(
@@ -817,7 +829,7 @@ def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Te
 @dataclass(frozen=True)
 class GradientOps:
     """The ops of a decoder, computed by `backend`, with gradients. The methods include the ops of `layer.LayerOps`,
-    with plain tensors as weights.
+    with plain tensors as weights, or `DynamicValues` for products with quantized activations.
     """
 
     backend: Backend
@@ -832,11 +844,11 @@ class GradientOps:
         """Return the values of a quantized weight; without a rounding, the weight itself."""
         return weight if rounding is None else _Rounded.apply(weight, rounding)  # type: ignore[return-value]
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """Return the matrix product of x [M, K] and the transposed weight [N, K], plus bias [N]. The result is [M,
         N].
         """
-        return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
+        return self._product(self.backend.linear, x, weight, bias)
 
     def wide_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`Backend.wide_linear`."""
@@ -845,7 +857,7 @@ class GradientOps:
     def project_back(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Matrix,
         residual: Tensor | None = None,
         bias: Tensor | None = None,
         pieces: Pieces = WHOLE,
@@ -857,8 +869,13 @@ class GradientOps:
         def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return self.backend.project_back(x, weight, None, bias, pieces)
 
-        out: Tensor = _Product.apply(self.backend, product, x, weight, *([] if bias is None else [bias]))  # type: ignore[assignment]
+        out = self._product(product, x, weight, bias)
         return out if residual is None else out + residual
+
+    def _product(self, product: Callable[..., Tensor], x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
+        matrix, format = apart(weight)
+        others = [] if bias is None else [bias]
+        return _Product.apply(self.backend, product, format, x, matrix, *others)  # type: ignore[return-value]
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
         """Divide each row of x [M, H] by its root mean square. Then multiply the row by weight [H], or by 1 +
@@ -870,7 +887,7 @@ class GradientOps:
         """`Backend.rope`. The cosines and sines in `rotation` are constants."""
         return _Rope.apply(self.backend, x, *rotation[:2], interleaved)  # type: ignore[return-value]
 
-    def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    def gate_up(self, x: Tensor, gate: Matrix, up: Matrix, activation: Activation) -> Tensor:
         """Return activation(linear(x, gate)) * linear(x, up) as [M, I]. The weights `gate` and `up` are [I, H]."""
         return self.gate_mul(self.linear(x, gate), self.linear(x, up), activation)
 
@@ -902,8 +919,10 @@ class GradientOps:
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """
-        parameters = weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias
-        return _Experts.apply(self.backend, spec, weights, experts, groups, x, gates, shared, *parameters)  # type: ignore[return-value]
+        (gate_up, format), (down, _) = apart(weights.gate_up), apart(weights.down)
+        parameters = gate_up, weights.gate_up_bias, down, weights.down_bias
+        others = spec, weights, format, experts, groups
+        return _Experts.apply(self.backend, *others, x, gates, shared, *parameters)  # type: ignore[return-value]
 
     def convolve(self, x: Tensor, weight: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
         """Convolve each channel of x [M, C] causally within each sequence, and return the SiLU of the result.
@@ -954,7 +973,7 @@ class GradientOps:
         """Return the products of `hidden` [M, H] and the head's `weight` [V, H]: float32 [M, V]. If the head has no
         scale and no cap, the products are the logits.
         """
-        return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
+        return self._product(self.backend.lm_head, hidden, weight, None)
 
     def log_probs(
         self,

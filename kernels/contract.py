@@ -449,10 +449,12 @@ def full_rows_of(weight: Any) -> int:
     return getattr(weight, "full_rows", weight.shape[0])
 
 
-def as_weight(ops: Backend, matrix: Tensor) -> Weight:
-    """Return a copy of a matrix [rows, columns] in the memory layout of the backend."""
+def as_weight(ops: Backend, matrix: Tensor, format: Format | None = None) -> Weight:
+    """Return a copy of a matrix [rows, columns] in the memory layout of the backend, and in a format of the backend
+    that quantizes each row by itself; None for a plain copy.
+    """
     rows, columns = matrix.shape
-    weight = ops.new_weight(rows, columns, matrix.new_empty)
+    weight = ops.new_weight(rows, columns, matrix.new_empty, format)
     weight.copy_(matrix)
     return weight
 
@@ -506,7 +508,7 @@ class Backend(Protocol):
         dtype of `empty(0)`, and its memory comes from `empty(*shape, dtype=torch.uint8)`. Its `copy_` quantizes a
         tensor (`quantization.quantize`, with this `unit`), and also stores a `Quantized` of the format. Its `put_`
         raises ValueError. A product with the matrix has the bits of the product with the plain matrix of its values
-        (`Weight.to_dense`).
+        (`Weight.to_dense`), unless the format has activations: such a product is defined in `kernels.dynamic`.
         """
         ...
 
@@ -597,9 +599,12 @@ class Backend(Protocol):
         """
         ...
 
-    def back_sums(self, x: Tensor, weight: Weight, pieces: Pieces) -> Tensor:
+    def back_sums(self, x: Tensor, weight: Weight, pieces: Pieces, peaks: Tensor | None = None) -> Tensor:
         """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single
         piece is summed as a piece, which may give other bits than `linear`.
+
+        `peaks` (float32 [M]): if the product quantizes activations and x has only some columns of each row, the peaks
+        of the whole rows (`dynamic.row_peaks`).
         """
         ...
 

@@ -1,7 +1,8 @@
 """What is quantized in a decoder: the settings `quantization` and `kv_cache_dtype` of workers and trainers.
 
 `quantization` names a format of `kernels.quantization`, such as `fp8`, and optionally the weights: `fp8` quantizes the
-matrices of all attentions, recurrences, MLPs and experts, and `fp8:experts` only the stacked matrices of experts.
+matrices of all attentions, recurrences, MLPs and experts, and `fp8:experts` only the stacked matrices of experts. With
+a format such as `int8_dynamic`, products with these matrices also quantize their activations (`kernels.dynamic`).
 Embeddings, the head, routers, the gates of recurrences, norms, biases, convolutions and vision towers keep the dtype of
 the model. `none` quantizes nothing. `kv_cache_dtype` names a format of `kernels.cache_formats` for keys and values;
 `auto` is the dtype of the model.
@@ -18,6 +19,7 @@ from torch import Tensor
 from trueroll.errors import ConfigError
 
 from .cache_formats import AUTO, CACHE_FORMATS, CacheFormat
+from .dynamic import MOST_COLUMNS
 from .layer import make_layer
 from .quantization import FORMATS, Format, round_trip
 from .specs import PLAIN, DecoderSpec, LayerSpec, WeightSpec
@@ -62,7 +64,22 @@ def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:
         )
     roles = EXPERT_ROLES if of_experts else MATRIX_ROLES
     held = {role: replace(spec.held.get(role, PLAIN), format=FORMATS[name]) for role in roles if role in spec.names}
-    return replace(spec, held={**spec.held, **held}, quantization=setting)
+    quantized = replace(spec, held={**spec.held, **held}, quantization=setting)
+    if quantized.quantizes_activations:
+        _check_columns(quantized)
+    return quantized
+
+
+def _check_columns(spec: DecoderSpec) -> None:
+    """Raise ConfigError if a product with quantized activations has too many columns for sums of 32 bits."""
+    name, columns = max(((name, shape[-1]) for name, (shape, _) in _quantized(spec).items()), key=lambda each: each[1])
+    if columns > MOST_COLUMNS:
+        raise ConfigError(
+            f"quantization: {spec.quantization} needs matrices with at most {MOST_COLUMNS} columns (got {columns} in "
+            f"{name}); use another quantization",
+            field="quantization",
+            value=spec.quantization,
+        )
 
 
 def with_kv_cache_dtype(spec: DecoderSpec, setting: str) -> DecoderSpec:
@@ -111,11 +128,16 @@ def rounding_of(held: WeightSpec, layout: StackLayout | HeadLayout | None) -> Ro
 
 def roundings(spec: DecoderSpec) -> dict[str, Rounding]:
     """Return the rounding of each quantized weight of a decoder, by name."""
-    found: dict[str, Rounding] = {}
+    return {name: rounding for name, (_, rounding) in _quantized(spec).items()}
+
+
+def _quantized(spec: DecoderSpec) -> dict[str, tuple[tuple[int, ...], Rounding]]:
+    """Return the shape and the rounding of each quantized weight of a decoder, by name."""
+    found: dict[str, tuple[tuple[int, ...], Rounding]] = {}
 
     def note(name: str, *shape: int, layout: StackLayout | HeadLayout | None = None, held: WeightSpec = PLAIN) -> Any:
         if (rounding := rounding_of(held, layout)) is not None:
-            found[name] = rounding
+            found[name] = shape, rounding
         weight = torch.empty(shape, device="meta")
         return weight if layout is None else layout.rows_first(weight) if isinstance(layout, HeadLayout) else weight
 

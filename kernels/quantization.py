@@ -3,8 +3,9 @@
 A format divides a matrix [R, C] into blocks. An element is stored as a code of 8 or 4 bits, which stands for a number.
 The elements of a block share a scale. The value of an element is the float32 product of its number and its scale,
 rounded to the dtype of the model (`Quantized.values`). A product with a quantized matrix has the bits of the product
-with the matrix of these values. Worker and trainer therefore agree if both quantize the same matrix (`quantize`): the
-worker stores codes and scales, and the trainer computes with the values.
+with the matrix of these values, unless the format has activations (`kernels.dynamic`). Worker and trainer therefore
+agree if both quantize the same matrix (`quantize`): the worker stores codes and scales, and the trainer computes with
+the values.
 
 docs/low_precision.md has the table of the formats. The rules that hold for all of them:
 
@@ -37,7 +38,7 @@ Scale = Literal["float32", "e8m0", "e4m3", "float16"]
 LEAST_SCALE = 2.0**-126
 _SLICE = 2**18  # elements that are quantized at a time
 _LEAST_FLOAT16_SCALE = 2.0**-14
-_MOST = (1 - 2**-22) * 2.0**128
+MOST = (1 - 2**-22) * 2.0**128
 """The product of a number and a scale is at most this number, so that it does not round to infinity."""
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _E8M0_VALUES = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
@@ -45,7 +46,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 # A magnitude is rounded up past each bound. An even code wins a tie, so a bound belongs to the even code's side.
 _E2M1_BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-_LARGEST: dict[Element, float] = {"e4m3": 448.0, "int8": 127.0, "e2m1": 6.0, "int4": 15.0}
+LARGEST: dict[Element, float] = {"e4m3": 448.0, "int8": 127.0, "e2m1": 6.0, "int4": 15.0}
 _LARGEST_EXPONENT: dict[Element, int] = {"e4m3": 8, "e2m1": 2}
 
 
@@ -56,7 +57,8 @@ class Format:
     `element`: the kind of the codes. `e4m3`: float8_e4m3fn. `int8`: -127 to 127, in two's complement. `e2m1`: a sign
     and one of eight magnitudes, in 4 bits. `int4`: 0 to 15, minus the zero point of the block. `scale`: the kind of the
     scales. `e8m0`: a power of two, stored as one byte. `e4m3`: a float8_e4m3fn times a float32 scale that `ROWS` rows
-    share. `columns`: the columns of a block; None for all columns. `rows`: the rows of a block.
+    share. `columns`: the columns of a block; None for all columns. `rows`: the rows of a block. `activations`: the kind
+    of the codes to which a product quantizes its activations (`kernels.dynamic`); None for plain activations.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Format:
     scale: Scale
     columns: int | None
     rows: int = 1
+    activations: Literal["int8"] | None = None
 
     @property
     def bits(self) -> int:
@@ -85,6 +88,7 @@ FORMATS = {
         Format("mxfp4", "e2m1", "e8m0", 32),
         Format("nvfp4", "e2m1", "e4m3", 16),
         Format("awq", "int4", "float16", 128),
+        Format("int8_dynamic", "int8", "float32", None, activations="int8"),
     )
 }
 """The formats, by the names that settings use."""
@@ -243,7 +247,7 @@ def _quantize_rows(part: Tensor, whole: Tensor, format: Format) -> Quantized:
         raise ValueError(f"{num_bad} of {whole.numel()} values are NaN or infinite, which {format.name} cannot store")
     if format.element == "int4":
         scales, zeros = _float16_scales(low.clamp_(max=0), high.clamp_(min=0), format)
-        places = (groups / scales.float()[..., None]).round_().add_(zeros[..., None]).clamp_(0, _LARGEST["int4"])
+        places = (groups / scales.float()[..., None]).round_().add_(zeros[..., None]).clamp_(0, LARGEST["int4"])
         codes = places.to(torch.uint8).view(rows, -1)[:, :columns]
         return Quantized(format, codes.contiguous(), scales, zeros.to(torch.uint8))
     scales, row_scales = _scales(peaks if format.rows == 1 else _over_rows(peaks, format.rows), format)
@@ -257,28 +261,33 @@ def _quantize_rows(part: Tensor, whole: Tensor, format: Format) -> Quantized:
 
 def _scales(peaks: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
     """Return the scales and row scales of groups with these largest magnitudes, as in `Quantized`."""
-    largest = _LARGEST[format.element]
+    largest = LARGEST[format.element]
     if format.scale == "e8m0":
         _, exponent = torch.frexp(peaks)
         shared = (exponent - 1 - _LARGEST_EXPONENT[format.element]).clamp_(-127, 127)
         return shared.masked_fill_(peaks == 0, -127).add_(127).to(torch.uint8), None
     if format.scale == "e4m3":
         most = _over_rows(peaks.amax(1, keepdim=True), ROWS).flatten()
-        row_scales = (most / (_LARGEST["e4m3"] * largest)).clamp_(min=LEAST_SCALE)
-        wanted = peaks / largest / row_scales[:, None]
-        return wanted.clamp_(max=_LARGEST["e4m3"]).to(torch.float8_e4m3fn), row_scales
-    return (peaks / largest).clamp_(LEAST_SCALE, _MOST / largest), None
+        row_scales = _divided(most, LARGEST["e4m3"] * largest).clamp_(min=LEAST_SCALE)
+        wanted = _divided(peaks, largest) / row_scales[:, None]
+        return wanted.clamp_(max=LARGEST["e4m3"]).to(torch.float8_e4m3fn), row_scales
+    return _divided(peaks, largest).clamp_(LEAST_SCALE, MOST / largest), None
 
 
 def _float16_scales(low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Return the scales and the zero points of groups with these smallest and largest numbers."""
-    scales = ((high - low) / _LARGEST["int4"]).clamp_(min=_LEAST_FLOAT16_SCALE).half()
+    scales = _divided(high - low, LARGEST["int4"]).clamp_(min=_LEAST_FLOAT16_SCALE).half()
     if num_bad := int(scales.isinf().sum()):
         raise ValueError(
             f"{num_bad} blocks of {len(scales)} rows have values that are too far apart for a float16 scale, which "
             f"{format.name} needs"
         )
-    return scales, (-low / scales.float()).round_().clamp_(0, _LARGEST["int4"])
+    return scales, (-low / scales.float()).round_().clamp_(0, LARGEST["int4"])
+
+
+def _divided(tensor: Tensor, number: float) -> Tensor:
+    """Return the quotients, rounded once. On a GPU, torch divides by a Python number through its rounded reciprocal."""
+    return tensor / torch.full_like(tensor, number)
 
 
 def _over_rows(peaks: Tensor, count: int) -> Tensor:
@@ -288,7 +297,7 @@ def _over_rows(peaks: Tensor, count: int) -> Tensor:
 
 
 def _codes(quotients: Tensor, element: Element) -> Tensor:
-    largest = _LARGEST[element]
+    largest = LARGEST[element]
     bounded = quotients.clamp(-largest, largest)
     if element == "e4m3":
         return bounded.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -10,9 +10,10 @@ embeddings are whole on every rank. The head is divided by sections of the vocab
 of all sections. Every rank therefore has the same hidden states, routes and tokens.
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
-subtree of its own pieces in float32. The sums of the ranks are then added as the rest of the balanced binary tree.
-Every rank adds all rows, or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits therefore do
-not depend on the number of ranks. `Exchange` only moves bytes.
+subtree of its own pieces in float32. A product that quantizes activations first needs the largest magnitude of each
+row, which the ranks exchange (`dynamic.row_peaks`). The sums of the ranks are then added as the rest of the balanced
+binary tree. Every rank adds all rows, or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits
+therefore do not depend on the number of ranks. `Exchange` only moves bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from .contract import (
     Wanted,
     Weight,
 )
+from .dynamic import row_peaks
 from .layer import project, run_layers, store
+from .quantization import format_of
 from .specs import (
     HEAD_ROLE,
     PIECE_UNIT,
@@ -446,13 +449,25 @@ class RankedOps(RankedHead):
         """See `Backend.project_back`. `x` and `weight` have the columns of this rank's `pieces`."""
         rows, columns = weight.shape
         empty = columns == 0
-        own = x.new_zeros(len(x), rows, dtype=torch.float32) if empty else self.backend.back_sums(x, weight, pieces)
+        peaks = () if (found := self._peaks(x, weight)) is None else (found,)
+        own = x.new_zeros(len(x), rows, dtype=torch.float32)
+        if not empty:
+            own = self.backend.back_sums(x, weight, pieces, *peaks)
 
         def finish(total: Tensor, start: int) -> Tensor:
             return (total if bias is None else total + bias.float()).to(x.dtype)
 
         out = self._added(own, finish)
         return out if residual is None else out + residual
+
+    def _peaks(self, x: Tensor, weight: Weight) -> Tensor | None:
+        """Return the peaks of the whole rows of x, which has the columns of this rank; None if the product does not
+        quantize activations.
+        """
+        format = format_of(weight)
+        if format is None or format.activations is None:
+            return None
+        return torch.stack([*self._gathered(row_peaks(x))]).amax(0)  # NaN if any rank has NaN
 
     def experts(
         self,

@@ -47,7 +47,9 @@ from .contract import (
     Wanted,
     Weight,
 )
+from .dynamic import CodedWeight, coded_product, quantize_rows
 from .layer import project, run_layers, store
+from .quantization import FORMATS as ALL_FORMATS
 from .quantization import Format
 from .specs import (
     PLAIN_HEAD,
@@ -73,7 +75,7 @@ SAMPLE_TILE = 8
 LOGITS_TILE = 64
 HEAD_SECTION = COLUMN_TILE
 HOLDS_VALUES = False
-FORMATS: frozenset[str] = frozenset()
+FORMATS = frozenset(name for name, format in ALL_FORMATS.items() if format.activations)
 CACHE_FORMATS: frozenset[str] = frozenset()
 MERGE_TILE = 2**16
 # The tanh approximation of GELU is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE +
@@ -100,16 +102,21 @@ def prepare(compute: Callable[[int], object], most_rows: int, device: torch.devi
 
 def new_weight(
     rows: int, columns: int, empty: Callable[..., Tensor], format: Format | None = None, unit: int | None = None
-) -> Tensor:
-    assert format is None, f"this backend stores no quantized matrices (got {format})"
-    return empty(rows, columns)
+) -> Tensor | CodedWeight:
+    if format is None:
+        return empty(rows, columns)
+    assert format.name in FORMATS, f"this backend stores no matrices of this format (got {format})"
+    return CodedWeight.new(rows, columns, empty, format)
 
 
 def new_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, CodedWeight):
+        product = coded_product(quantize_rows(x), weight.quantized())
+        return (product if bias is None else product + bias.float()).to(x.dtype)
     x, weight = _whole_columns(x), _whole_columns(weight)
     tiles = _row_tiles(x)
     out = x.new_empty(len(tiles) * ROW_TILE, weight.shape[0])
@@ -216,7 +223,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> 
 
 
 def project_back(
-    x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
+    x: Tensor,
+    weight: Tensor | CodedWeight,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    pieces: Pieces = WHOLE,
 ) -> Tensor:
     if pieces.count == 1:
         out = linear(x, weight, bias)
@@ -226,8 +237,12 @@ def project_back(
     return out if residual is None else out + residual
 
 
-def back_sums(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+def back_sums(x: Tensor, weight: Tensor | CodedWeight, pieces: Pieces, peaks: Tensor | None = None) -> Tensor:
     bounds = pieces.bounds(x.shape[1])
+    if isinstance(weight, CodedWeight):
+        rows, matrix = quantize_rows(x, peaks), weight.quantized()
+        parts = ((rows.columns(start, end), matrix.columns(start, end - start)) for start, end in bounds)
+        return _tree([coded_product(*part) for part in parts])
     return _tree([lm_head(x[:, start:end], weight[:, start:end]) for start, end in bounds])
 
 
@@ -238,7 +253,7 @@ def _tree(sums: list[Tensor]) -> Tensor:
     return sums[0]
 
 
-def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def gate_up(x: Tensor, gate: Tensor | CodedWeight, up: Tensor | CodedWeight, activation: Activation) -> Tensor:
     return gate_mul(linear(x, gate), linear(x, up), activation)
 
 
@@ -324,8 +339,9 @@ def experts(
 def expert_sums(
     x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
 ) -> Tensor:
-    (first, count), matrices = spec.own, (cast(Tensor, weights.gate_up), cast(Tensor, weights.down))
-    gate_ups, downs = (matrix.unflatten(0, (count, -1)) for matrix in matrices)
+    first, count = spec.own
+    matrices = cast(Tensor | CodedWeight, weights.gate_up), cast(Tensor | CodedWeight, weights.down)
+    gate_ups, downs = ([_of_expert(matrix, i, count) for i in range(count)] for matrix in matrices)
     sums = [torch.zeros_like(x, dtype=torch.float32) for _ in range(groups)]
     for expert in range(count):
         rows, places = (experts == first + expert).nonzero(as_tuple=True)
@@ -334,11 +350,24 @@ def expert_sums(
         bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
         product = linear(x[rows], gate_ups[expert], bias)
         gate, up = product.chunk(2, 1) if spec.gated else (product, product)
-        made = lm_head(gate_mul(gate, up, spec.activation), downs[expert])
+        made = _wide_product(gate_mul(gate, up, spec.activation), downs[expert])
         if weights.down_bias is not None:
             made = made + weights.down_bias[expert].float()
         sums[expert * groups // count][rows] += gates[rows, places, None] * made
     return _tree(sums)
+
+
+def _of_expert(stack: Tensor | CodedWeight, expert: int, count: int) -> Tensor | CodedWeight:
+    """Return the matrix of one of `count` experts."""
+    rows = stack.shape[0] // count
+    return stack.narrow(0, expert * rows, rows)
+
+
+def _wide_product(x: Tensor, weight: Tensor | CodedWeight) -> Tensor:
+    """Return the float32 product of x and the transposed weight."""
+    if isinstance(weight, CodedWeight):
+        return coded_product(quantize_rows(x), weight.quantized())
+    return lm_head(x, weight)
 
 
 def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -839,6 +839,11 @@ class DecoderSpec:
         """Return a dict from role to format, for the weights that are quantized."""
         return {role: held.format for role, held in self.held.items() if held.format is not None}
 
+    @property
+    def quantizes_activations(self) -> bool:
+        """Whether products quantize their activations (`kernels.dynamic`)."""
+        return any(format.activations is not None for format in self.own_formats.values())
+
     def own_name(self, name: str) -> str | None:
         """Return the decoder's name for a checkpoint's tensor; None if the tensor does not belong to the decoder."""
         return own_name(name, self)

@@ -53,6 +53,7 @@ from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .cache_formats import AUTO, round_trip
 from .contract import LOWEST_TEMPERATURE, Rotation, TokenStatistics
 from .distributions import Drawn, Processing, Samples, rules_of
+from .dynamic import DynamicValues
 from .edits import Masks
 from .layer import (
     HEAD,
@@ -694,12 +695,16 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 
     def get(
         name: str, *shape: int, layout: StackLayout | HeadLayout | None = None, held: WeightSpec = PLAIN
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | DynamicValues | tuple[Tensor, Tensor]:
         parameter(self, prefix, name, *shape, layout=layout, held=held)
         found = as_computed(name, *place(self, prefix, name), x, ops, held)
         found = found if held.shape is None else found.view(shape)
-        found = ops.rounded(found, rounding_of(held, layout))
-        return found if layout is None else layout.rows_first(found)
+        rounding = rounding_of(held, layout)
+        found = ops.rounded(found, rounding)
+        if isinstance(layout, HeadLayout):
+            return layout.rows_first(found)  # `head_linear` has plain activations
+        found = found if layout is None else layout.rows_first(found)
+        return found if rounding is None or not rounding.format.activations else DynamicValues(found, rounding.format)
 
     def attend(x: Tensor, spec: CachedSpec, weights: Any) -> Tensor:
         if isinstance(spec, LatentSpec):

@@ -476,11 +476,11 @@ def project_back(
     return out
 
 
-def back_sums(x: Tensor, weight: Stored, pieces: Pieces) -> Tensor:
-    x, rows = x.contiguous(), weight.shape[0]
+def back_sums(x: Tensor, weight: Stored, pieces: Pieces, peaks: Tensor | None = None) -> Tensor:
+    x, rows, peaks = x.contiguous(), weight.shape[0], _contiguous(peaks)
     out = torch.empty(x.shape[0], rows, dtype=torch.float32)
     matrix = weight.pointer, _format(weight), rows
-    _library.back_sums(*_rows(x), *matrix, pieces.count, pieces.length, out.data_ptr())
+    _library.back_sums(*_rows(x), *matrix, pieces.count, pieces.length, _pointer(peaks), out.data_ptr())
     return out
 
 

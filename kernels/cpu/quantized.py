@@ -8,14 +8,15 @@ rows that begins at a panel is a slice of the memory. A panel holds, one after t
 - for each group of columns (`Format.group`; all columns if the format has one scale for each row):
     - the 16 scales of its rows, in the dtype of `Quantized.scales`;
     - for `awq`, the 16 zero points of its rows, one byte each;
-    - the codes. `int8`: 16 bytes for each column. `e4m3`: 32 bytes for each two columns, with a row's two codes side by
-      side. Codes of 4 bits: 16 bytes for each two columns, with the left column's code in the lower half of a row's
+    - the codes. `int8`: 16 bytes for each column. `int8_dynamic`: the integers plus 128, 64 bytes for each four
+      columns, with a row's four codes side by side. `e4m3`: 32 bytes for each two columns, with a row's two codes side
+      by side. Codes of 4 bits: 16 bytes for each two columns, with the left column's code in the lower half of a row's
       byte.
 
-So a row takes 1 byte for each column in `int8`, `fp8_channel` and `fp8`, and half a byte in `mxfp4`, `nvfp4` and `awq`.
-In addition, a row takes 4 bytes in `int8` and `fp8_channel`, 4 bytes for each 128 columns in `fp8`, 1 byte for each 32
-columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`, and 3 bytes for each 128 columns in
-`awq`. Padding has codes of the number 0 and scales of 1.
+So a row takes 1 byte for each column in `int8`, `int8_dynamic`, `fp8_channel` and `fp8`, and half a byte in `mxfp4`,
+`nvfp4` and `awq`. In addition, a row takes 4 bytes in `int8`, `int8_dynamic` and `fp8_channel`, 4 bytes for each 128
+columns in `fp8`, 1 byte for each 32 columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`,
+and 3 bytes for each 128 columns in `awq`. Padding has codes of the number 0 and scales of 1.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PANEL_ROWS = 16
 COLUMN_MULTIPLE = 32
 _DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "float16": torch.float16}
 _E8M0_ONE = 127
+_OFFSET = 0x80  # converts an int8 to the integer plus 128
 FORMAT_NUMBERS: dict[str, int] = {name: number for number, name in enumerate(FORMATS, 1)}
 """The numbers of `Format` in native/common.h. A plain matrix has the number 0."""
 
@@ -204,6 +206,8 @@ def _sizes(format: Format, columns: int) -> tuple[int, int, int]:
 
 def _codes_of_panels(codes: Tensor, format: Format) -> Tensor:
     """Return codes [R, C] in the order of the panels, uint8 [panels, bytes]."""
+    if format.activations is not None:
+        return (codes ^ _OFFSET).view(-1, PANEL_ROWS, codes.shape[1] // 4, 4).transpose(1, 2).flatten(1)
     pairs = codes.view(-1, PANEL_ROWS, codes.shape[1] // 2, 2)
     if format.element == "int8":
         return pairs.permute(0, 2, 3, 1).flatten(1)
@@ -213,6 +217,8 @@ def _codes_of_panels(codes: Tensor, format: Format) -> Tensor:
 
 def _codes_of_rows(panels: Tensor, format: Format) -> Tensor:
     """Return codes [panels, bytes] as [R, C]."""
+    if format.activations is not None:
+        return (panels ^ _OFFSET).unflatten(1, (-1, PANEL_ROWS, 4)).transpose(1, 2).flatten(2).flatten(0, 1)
     if format.element == "int8":
         return panels.unflatten(1, (-1, PANEL_ROWS)).transpose(1, 2).flatten(0, 1)
     pairs = panels.unflatten(1, (-1, 2) if format.bits == 8 else (-1, 1))

@@ -71,6 +71,8 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
     """Return a requirement that this decoder does not meet in this dtype. Return an empty text if the kernels can serve
     the decoder.
     """
+    if spec.quantizes_activations:
+        return f"a quantization with plain activations (got {spec.quantization})"
     for layer in spec.layers:
         mixers = map(_unserved_mixer, (layer.mixer, layer.recurrent_mixer))
         if unserved := next(filter(None, mixers), "") or _unserved_mlp(layer.mlp):

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +37,7 @@ from trueroll.engine.running.loading import EngineInfo
 from trueroll.engine.running.ranks import Topology
 from trueroll.engine.running.sampler import Drawn
 from trueroll.errors import ConfigError, ModelError
-from trueroll.kernels.ranks import Finish, Rank
+from trueroll.kernels.ranks import Finish, Rank, RankedOps
 
 from .drafting.mtp_models import make_mtp_model
 from .drive import generate, tokens
@@ -81,13 +81,15 @@ def asked() -> list[GenerateRequest | ScoreRequest]:
     ]
 
 
-def run(engine: Engine, times: int = 2) -> list[tuple[Any, ...]]:
+def run(
+    engine: Engine, times: int = 2, requests: Sequence[GenerateRequest | ScoreRequest] | None = None
+) -> list[tuple[Any, ...]]:
     """Run the requests, by default twice, and return the bits of their outputs. The second run hits the prefix
-    cache.
+    cache. `requests`: by default those of `asked`.
     """
     found = []
     for _ in range(times):
-        for request in asked():
+        for request in requests or asked():
             engine.add(request)
         while engine.has_unfinished:
             found += [bits(output) for output in engine.step()]
@@ -117,6 +119,20 @@ def test_engines_with_several_ranks_give_the_same_bits_and_statistics(model: str
     assert found[4] == found[1] and len(found[1]) == 16
     assert stats[4] == stats[1] and stats[1].steps > 2 * 64, "premise: the ranks compared their checksums"
     assert stats[1].preemptions > 0 and stats[1].prefix_hits > 0 and stats[1].checkpoints_restored > 0, "premise"
+
+
+def test_ranks_of_the_library_exchange_the_scales_of_activations(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers run in one call of the library."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("premise: the library exchanges the largest magnitudes")
+
+    monkeypatch.setattr(RankedOps, "_peaks", fail)
+    request, found = generate("a", tokens(60), n=2, max_tokens=6), dict[int, Any]()
+    for size in (1, 2):
+        with engine_of(model, size, dtype="bfloat16", quantization="int8_dynamic") as engine:
+            found[size] = run(engine, 1, [request])
+    assert found[2] == found[1] and len(found[1]) == 2
 
 
 @thinned(lambda size, stages: size == 2)

@@ -31,7 +31,7 @@ bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"); }
 #endif
 
 bool has_amx_bf16() {
@@ -602,14 +602,14 @@ void trueroll_head_linear(
 
 void trueroll_back_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, int format, long n, long pieces,
-    long length, float* out
+    long length, const float* peaks, float* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         const Matrix<T> weight = {as<T>(w), n, k, format_of(format)};
         LinearArgs<T> args = {input<T>(x, count, k), weight, nullptr, nullptr, nullptr, {pieces, length}};
-        args.sums = out;
+        args.sums = out, args.peaks = peaks;
         chosen->ops(type).linear(args);
     });
 }

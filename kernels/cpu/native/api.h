@@ -193,9 +193,10 @@ void trueroll_head_linear(
     long threads, int bfloat16, const void* x, long count, long heads, long k, const void* w, long n, void* out
 );
 
+// `peaks`: of whole rows, [count], if the weight quantizes activations and x has only some columns of each row; or null.
 void trueroll_back_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, int format, long n, long pieces,
-    long length, float* out
+    long length, const float* peaks, float* out
 );
 
 void trueroll_logits(

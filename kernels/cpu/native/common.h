@@ -34,7 +34,7 @@ constexpr long smaller(long a, long b) { return a < b ? a : b; }
 constexpr long larger(long a, long b) { return a > b ? a : b; }
 
 // The formats of matrices, in the order of FORMAT_NUMBERS in kernels/cpu/quantized.py.
-enum class Format { PLAIN, FP8, FP8_CHANNEL, INT8, MXFP8, MXFP4, NVFP4, AWQ };
+enum class Format { PLAIN, FP8, FP8_CHANNEL, INT8, MXFP8, MXFP4, NVFP4, AWQ, INT8_DYNAMIC };
 
 // The sizes of a quantized panel. `bits`: of a code. `group`: the columns that share scales. `header`: the bytes at the
 // beginning of a panel. `shared`: the bytes before the codes of each group.
@@ -44,7 +44,7 @@ struct CodeSizes {
 constexpr long ALL_COLUMNS = 1l << 40;
 constexpr CodeSizes CODE_SIZES[] = {
     {}, {8, 128, 0, 64}, {8, ALL_COLUMNS, 0, 64}, {8, ALL_COLUMNS, 0, 64}, {8, 32, 0, 16}, {4, 32, 0, 16}, {4, 16, 64, 16},
-    {4, 128, 0, 48}
+    {4, 128, 0, 48}, {8, ALL_COLUMNS, 0, 64}
 };
 constexpr long CODE_COLUMNS = 32;  // quantized panels are padded to a multiple of this number of columns
 
@@ -122,6 +122,7 @@ struct LinearArgs {
     Pieces pieces = {};
     float* sums = nullptr;  // receives the sums instead of `out`, without bias and residual
     float residual_scale = 1.0f;  // multiplies the rounded product before the residual is added
+    const float* peaks = nullptr;  // of the rows of which x has only some columns (kernels/dynamic.py), or null
 };
 
 // `x`: [count, heads, columns of weight]. `weight`: the matrices of all heads, one below the other. Each head's matrix
@@ -554,6 +555,7 @@ enum Purpose {
     RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, DRAFTED, ORDER, ENDS, PIECES, GATHERED,
     INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, RANKS, GROUPS, KEPT, SHARED_SCORES, SHARED_ROWS, MERGED,
     SORTED, SORTING, LEFT, CONVERTED_PANELS, CONVERTED_TABLE, EXPANDED, CODES, TOKEN_CODES,
+    CODED_INPUT, CODED_GATHERED, CODED_INNER, PEAKS,
     NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);

@@ -164,8 +164,8 @@ class RoutedRows {
 
     void run() const {
         gather();
-        multiply_gate_up();
-        multiply_down();
+        multiply_gate_up(rows_of(gathered_, stride_, args_.gate_up, CODED_GATHERED));
+        multiply_down(rows_of(inner_, inner_stride_, args_.down, CODED_INNER));
     }
 
   private:
@@ -183,8 +183,16 @@ class RoutedRows {
         });
     }
 
+    // Returns all sorted rows at x, with their codes if the weight needs them.
+    Rows<T> rows_of(const T* x, long stride, const Matrix<T>& weight, Purpose purpose) const {
+        Rows<T> rows = {x, stride};
+        if (is_coded(weight.format))
+            rows.coded = quantize_rows(x, stride, rows_.pairs(), weight.columns, purpose);
+        return rows;
+    }
+
     // Like `gate_up`, piece by piece.
-    void multiply_gate_up() const {
+    void multiply_gate_up(const Rows<T>& rows) const {
         constexpr long WIDTH = 2;
         const long panels = inner_size_ / LANES, groups = round_up(panels, WIDTH) / WIDTH;
         const long tasks = rows_.num_pieces() * groups;
@@ -199,8 +207,8 @@ class RoutedRows {
                 b[i] = args_.gate_up.panel(first_panel(task) + (i < n ? i : i - n + panels));
             const long hop = first_panel(smaller(task + num_threads(), tasks - 1)) - first_panel(task);
             float* c = scratch<float>(PRODUCT, piece.count * ldc);
-            const T* a = gathered_ + piece.first * stride_;
-            multiply_all(a, stride_, piece.count, b, args_.sides() * n, 0, args_.gate_up.steps(), hop, c, ldc);
+            const Rows<T> a = rows.from(piece.first);
+            multiply_all(a, piece.count, b, args_.sides() * n, 0, args_.gate_up.steps(), hop, c, ldc);
             for (long row = 0; row < piece.count; ++row)
                 for (long i = 0; i < n * LANES; i += LANES)
                     activate_inner(piece, row, first * LANES + i, c + row * ldc + i, (args_.sides() - 1) * n * LANES);
@@ -220,7 +228,7 @@ class RoutedRows {
     }
 
     // Each task takes some columns of all experts, one expert after the other.
-    void multiply_down() const {
+    void multiply_down(const Rows<T>& rows) const {
         const long panels = args_.down.rows / args_.experts / LANES, width = down_width(panels);
         const long groups = round_up(panels, width) / width, steps = args_.down.steps();
         parallel(groups, [&](long group) {
@@ -234,8 +242,8 @@ class RoutedRows {
                 const bool is_last = i + 1 == rows_.num_pieces();
                 const long next = is_last ? first_panel(0) + num_threads() * width : first_panel(i + 1);
                 float* c = scratch<float>(PRODUCT, piece.count * n * LANES);
-                const T* a = inner_ + piece.first * inner_stride_;
-                multiply_all(a, inner_stride_, piece.count, b, n, 0, steps, next - first_panel(i), c, n * LANES);
+                const Rows<T> a = rows.from(piece.first);
+                multiply_all(a, piece.count, b, n, 0, steps, next - first_panel(i), c, n * LANES);
                 add_products(piece, first * LANES, n * LANES, c);
             }
             for (long row = 0; row < count_; ++row) finish(row, first * LANES, (first + n) * LANES);

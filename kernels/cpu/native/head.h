@@ -19,10 +19,9 @@ void multiply_chunk(
     const long n = smaller(CHUNK / LANES, weight.panels() - first / LANES);
     Panel<T> b[MAX_PANELS];
     for (long i = 0; i < n; ++i) b[i] = weight.panel(first / LANES + i);
-    const T* a = left.data + start * left.stride;
     for (long i = 0; i < n; i += 2) {
         float* out = c + i * LANES;
-        multiply_all(a, left.stride, rows, b + i, smaller(2, n - i), 0, weight.steps(), 2, out, CHUNK);
+        multiply_all(left.from(start), rows, b + i, smaller(2, n - i), 0, weight.steps(), 2, out, CHUNK);
     }
     if (shape.scale == 1.0f && shape.soft_cap == 0.0f) return;
     for (long row = 0; row < rows; ++row) shape_logits(shape, c + row * CHUNK, n * LANES);

@@ -4,7 +4,8 @@
 // available bfloat16 instructions.
 //
 // A row's result does not depend on other rows. Products sum each element separately, in one order (products.h). A
-// product with a quantized matrix first expands the matrix to its values (codes.h). Attention over caches of codes first
+// product with a quantized matrix first expands the matrix to its values (codes.h), or quantizes its activations
+// (dynamic.h). Attention over caches of codes first
 // expands the codes to their values (cached.h).
 // Attention reduces each split of the keys row by row and folds the splits in order (attention.h). A recurrence
 // processes the tokens of a sequence one by one (recurrence.h,
@@ -13,6 +14,7 @@
 
 #include "numbers.h"
 #include "codes.h"
+#include "dynamic.h"
 #include "products.h"
 #include "cached.h"
 #include "ranks.h"

@@ -36,6 +36,13 @@ inline F rounded<float>(F x) { return x; }
 template <>
 inline F rounded<bf16>(F x) { return from_bf16(to_bf16(x)); }
 
+// The four bytes at p.
+inline uint32_t word_at(const void* p) {
+    uint32_t word;
+    memcpy(&word, p, sizeof(word));
+    return word;
+}
+
 // Stores two vectors one after the other, and adds the stored values to `sums`. Only the sum over all lanes is
 // meaningful, since the instruction set determines the lane that adds a value.
 inline void store_and_add(float* p, F x, F y, F& sums) {

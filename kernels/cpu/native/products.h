@@ -21,12 +21,6 @@ inline void step(F (&acc)[M][N], const float* a, long lda, const float* const* b
     }
 }
 
-inline uint32_t pair_at(const bf16* p) {
-    uint32_t pair;
-    memcpy(&pair, p, sizeof(pair));
-    return pair;
-}
-
 // Pairs of bfloat16, ready for products.
 #ifdef HAS_DOT_BF16
 struct Pairs {
@@ -61,7 +55,7 @@ inline void step_of(F (&acc)[M][N], const bf16* a, long lda, const PairsOf& pair
     for (int n = 0; n < N; ++n) right[n] = pairs(n);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-        const Pairs left = pairs_of(set1(pair_at(a + m * lda)));
+        const Pairs left = pairs_of(set1(word_at(a + m * lda)));
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) acc[m][n] = add_products(acc[m][n], left, right[n]);
     }
@@ -379,14 +373,19 @@ void multiply_codes(
 // to the panel that is read next, in panels.
 template <class T>
 void multiply_all(
-    const T* a, long lda, long m, const Panel<T>* panels, long n, long first, long end, long hop, float* c, long ldc
+    const Rows<T>& a, long m, const Panel<T>* panels, long n, long first, long end, long hop, float* c, long ldc
 ) {
     for (long i = 0, width; i < n; i += width) {
         const Format format = panels[i].format;
-        const bool is_plain = format == Format::PLAIN;
-        const long most = is_plain ? n : smaller(n, i + EXPANDED_PANELS);
+        const bool is_expanded = format != Format::PLAIN && !is_coded(format);
+        const long most = is_expanded ? smaller(n, i + EXPANDED_PANELS) : n;
         for (width = 1; i + width < most && panels[i + width].format == format;) ++width;
-        const auto multiply_some = is_plain ? multiply_plain<T> : multiply_codes<T>;
-        multiply_some(a, lda, m, panels + i, width, first, end, hop, c + i * LANES, ldc);
+        float* out = c + i * LANES;
+        if (is_coded(format)) {
+            multiply_coded(a.coded, m, panels + i, width, first, end, hop, out, ldc);
+            continue;
+        }
+        const auto multiply_some = is_expanded ? multiply_codes<T> : multiply_plain<T>;
+        multiply_some(a.data, a.stride, m, panels + i, width, first, end, hop, out, ldc);
     }
 }

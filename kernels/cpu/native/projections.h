@@ -31,13 +31,20 @@ void rmsnorm(const Input<T>& x, T* out, long stride) {
     });
 }
 
-// The rows of a product's left side, normed and padded with zeros to whole steps.
+// The rows of a product's left side, normed and padded with zeros to whole steps. `needs_codes`: also quantize the rows.
+// `peaks`: as in `quantize_rows`.
 template <class T>
-struct Left {
-    const T* data;
-    long stride;
+struct Left : Rows<T> {
+    using Rows<T>::data, Rows<T>::stride;
 
-    explicit Left(const Input<T>& x) : data(x.data), stride(round_up(x.columns, COLUMN_MULTIPLE<T>)) {
+    explicit Left(const Input<T>& x, bool needs_codes = false, const float* peaks = nullptr)
+        : Rows<T>{x.data, round_up(x.columns, COLUMN_MULTIPLE<T>)} {
+        pad(x);
+        if (needs_codes) this->coded = quantize_rows(data, stride, x.count, x.columns, CODED_INPUT, peaks);
+    }
+
+  private:
+    void pad(const Input<T>& x) {
         const bool is_normed = x.norm.weight != nullptr;
         if (!is_normed && stride == x.columns) return;
         T* rows = scratch<T>(INPUT, x.count * stride);
@@ -77,8 +84,7 @@ inline long hop(long width) { return num_threads() * width; }
 // added yet, as in a binary counter.
 template <class T>
 const float* multiply_pieces(
-    const Matrix<T>& weight, const Pieces& pieces, const T* a, long lda, long rows, const Panel<T>* panels, long n,
-    long hop
+    const Matrix<T>& weight, const Pieces& pieces, const Rows<T>& a, long rows, const Panel<T>* panels, long n, long hop
 ) {
     const long steps = weight.steps(), size = rows * n * LANES;
     long subtrees = 1;
@@ -90,7 +96,7 @@ const float* multiply_pieces(
         if (first == end)
             memset(next, 0, static_cast<size_t>(size) * sizeof(float));
         else
-            multiply_all(a, lda, rows, panels, n, first, end, hop, next, n * LANES);
+            multiply_all(a, rows, panels, n, first, end, hop, next, n * LANES);
         for (long done = piece + 1; done % 2 == 0; done /= 2) {
             next -= size;
             for (long i = 0; i < size; i += LANES) store(next + i, add(load(next + i), load(next + size + i)));
@@ -112,8 +118,7 @@ void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, lon
     const long N = args.weight.rows, n = smaller(width, args.weight.panels() - first), ldc = n * LANES;
     Panel<T> b[MAX_PANELS];
     for (long i = 0; i < n; ++i) b[i] = args.weight.panel(first + i);
-    const T* a = left.data + start * left.stride;
-    const float* c = multiply_pieces(args.weight, args.pieces, a, left.stride, rows, b, n, hop(width));
+    const float* c = multiply_pieces(args.weight, args.pieces, left.from(start), rows, b, n, hop(width));
     for (long row = 0; row < rows; ++row)
         for (long i = 0; i < ldc; i += LANES) {
             const long column = first * LANES + i, rest = N - column;
@@ -132,7 +137,9 @@ void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, lon
 // Several products of the same rows.
 template <class T>
 void linears(const LinearArgs<T>* products, long count) {
-    const Left<T> left(products->x);
+    bool needs_codes = false;
+    for (long i = 0; i < count; ++i) needs_codes |= is_coded(products[i].weight.format);
+    const Left<T> left(products->x, needs_codes, products->peaks);
     const long width = panels_in_group(products->x.count);
     const auto groups_of = [&](const LinearArgs<T>& args) { return round_up(args.weight.panels(), width) / width; };
     long groups = 0;
@@ -158,8 +165,8 @@ void head_linear(const HeadLinearArgs<T>& args) {
         Panel<T> b[MAX_PANELS];
         for (long i = 0; i < n; ++i) b[i] = weight.panel(head * panels + first + i);
         float* c = scratch<float>(PRODUCT, rows * n * LANES);
-        const T* a = left.data + start * lda + head * left.stride;
-        multiply_all(a, lda, rows, b, n, 0, weight.steps(), hop(width), c, n * LANES);
+        const Rows<T> a = {left.data + start * lda + head * left.stride, lda};
+        multiply_all(a, rows, b, n, 0, weight.steps(), hop(width), c, n * LANES);
         for (long row = 0; row < rows; ++row) {
             T* out = args.out + ((start + row) * args.heads + head) * N + first * LANES;
             for (long i = 0; i < n * LANES; i += LANES) store(out + i, load(c + row * n * LANES + i));
@@ -185,8 +192,10 @@ template <class T>
 void linear_of_ranks(const LinearArgs<T>& args, RankExchange* ranks) {
     if (ranks == nullptr) return linear(args);
     const long N = args.weight.rows;
+    const float* peaks = is_coded(args.weight.format) ? exchange_peaks(*ranks, args.x) : nullptr;
     const auto add_own = [&](long start, long rows, float* out) {
         LinearArgs<T> own = args;
+        own.peaks = peaks == nullptr ? nullptr : peaks + start;
         own.x.data += start * args.x.columns, own.x.count = rows, own.sums = out;
         linear(own);
     };
@@ -242,7 +251,7 @@ void gate_mul(const T* gate, const T* up, Activation activation, long count, T* 
 
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
-    const Left<T> left(args.x);
+    const Left<T> left(args.x, is_coded(args.gate.format) || is_coded(args.up.format));
     // If N is a multiple of 32, then 32 columns of each matrix fill whole cache lines of the output. Two threads
     // therefore never write to the same line.
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
@@ -251,8 +260,7 @@ void gate_up(const GateUpArgs<T>& args) {
         Panel<T> b[MAX_PANELS];
         for (long i = 0; i < n; ++i) b[i] = args.gate.panel(first + i), b[n + i] = args.up.panel(first + i);
         float* c = scratch<float>(PRODUCT, rows * ldc);
-        const T* a = left.data + start * left.stride;
-        multiply_all(a, left.stride, rows, b, 2 * n, 0, args.gate.steps(), hop(width), c, ldc);
+        multiply_all(left.from(start), rows, b, 2 * n, 0, args.gate.steps(), hop(width), c, ldc);
         for (long row = 0; row < rows; ++row)
             for (long i = 0; i < n * LANES; i += LANES) {
                 const float* both = c + row * ldc + i;
@@ -376,7 +384,9 @@ void finish_rows(const QkvArgs<T>& args, long part, T* rows) {
 
 template <class T>
 void qkv(const QkvArgs<T>& args) {
-    const Left<T> left(args.x);
+    bool needs_codes = false;
+    for (const Matrix<T>& weight : args.weights) needs_codes |= is_coded(weight.format);
+    const Left<T> left(args.x, needs_codes);
     const long D = args.caches.head_dim, panels = D / LANES;
     const long heads = args.weights[0].rows / D, kv_heads = args.caches.kv_heads;
     T* keys = args.over_heads ? scratch<T>(KEYS, args.x.count * args.weights[1].rows) : nullptr;
@@ -386,8 +396,7 @@ void qkv(const QkvArgs<T>& args) {
         Panel<T> b[MAX_PANELS];
         for (long i = 0; i < panels; ++i) b[i] = args.weights[part].panel(head * panels + i);
         float* c = scratch<float>(PRODUCT, rows * D);
-        const T* a = left.data + start * left.stride;
-        multiply_all(a, left.stride, rows, b, panels, 0, args.weights[part].steps(), hop(panels), c, D);
+        multiply_all(left.from(start), rows, b, panels, 0, args.weights[part].steps(), hop(panels), c, D);
         for (long row = 0; row < rows; ++row) finish_head(args, part, head, start + row, c + row * D, keys);
     });
     if (args.over_heads) finish_rows(args, 0, args.q), finish_rows(args, 1, keys);

@@ -22,6 +22,29 @@ void add_rows(const float* const* slots, long start, long rows, long columns, co
     });
 }
 
+// Returns the peaks of rows of which each rank has some columns (kernels/dynamic.py). A row's peak is NaN if any rank's is.
+// After a failure, the peaks are arbitrary.
+template <class T>
+const float* exchange_peaks(RankExchange& ranks, const Input<T>& x) {
+    float* peaks = scratch<float>(PEAKS, x.count);
+    const long most = ranks.slot_bytes / static_cast<long>(sizeof(float));
+    for (long start = 0; start < x.count; start += most) {
+        const long rows = smaller(most, x.count - start);
+        const float* slots[MOST_RANKS];
+        for (long rank = 0; rank < ranks.size; ++rank) slots[rank] = next_slot(ranks, rank);
+        float* own = next_slot(ranks, ranks.rank);
+        parallel(rows, [&](long row) { own[row] = row_peak(x.data + (start + row) * x.columns, x.columns); });
+        if (!meet(ranks)) return peaks;
+        for (long row = 0; row < rows; ++row) {
+            float peak = slots[0][row];
+            for (long rank = 1; rank < ranks.size; ++rank)
+                if (!(slots[rank][row] <= peak)) peak = peak != peak ? peak : slots[rank][row];
+            peaks[start + row] = peak;
+        }
+    }
+    return peaks;
+}
+
 // Computes sums [count, columns], of which each rank computes a subtree, and passes them to `finish(row, column, sums)`,
 // 16 columns at a time. `add_own(start, rows, out)` writes this rank's subtrees for the rows [start, start + rows) to `out`
 // [rows, columns]. Each rank adds the subtrees of all ranks as a balanced binary tree.

@@ -3,7 +3,7 @@
 #if defined(__x86_64__) || defined(EMULATE_TILES)
 #include "isa.h"
 #ifndef EMULATE_TILES
-BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,avx2,fma")
 #endif
 
 namespace trueroll {
@@ -14,6 +14,7 @@ constexpr int ACCUMULATORS = 2;
 #include "vec_portable.h"
 #else
 #define HAS_DOT_BF16
+#define HAS_DOT_INT8
 constexpr int ACCUMULATORS = 24;
 #include "vec_avx512.h"
 #endif

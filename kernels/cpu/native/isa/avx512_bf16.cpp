@@ -1,11 +1,12 @@
-// AVX-512 with its bfloat16 dot product.
+// AVX-512 with its dot products of bfloat16 and of bytes. Every CPU with the former has the latter.
 #if defined(__x86_64__)
 #include "isa.h"
-BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx512vnni,avx2,fma")
 
 namespace trueroll {
 namespace {
 #define HAS_DOT_BF16
+#define HAS_DOT_INT8
 constexpr int ACCUMULATORS = 24;
 #include "vec_avx512.h"
 #include "../kernels.h"

@@ -79,6 +79,17 @@ inline F signed_bytes(const uint8_t* p) {
     const U numbers = {{_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes))}};
     return convert_signed(numbers);
 }
+// Stores integers from -128 to 127.
+inline void store_bytes(int8_t* p, F x) {
+    const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.v[0]), _mm256_cvtps_epi32(x.v[1]));
+    const __m256i halves = _mm256_permute4x64_epi64(mixed, 0xD8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+// In each lane, adds the sum of the products of its signed halves.
+inline U add_half_products(U sums, U a, U b) {
+    return BOTH(_mm256_add_epi32(sums.v[i], _mm256_madd_epi16(a.v[i], b.v[i])));
+}
 inline F unsigned_bytes(const uint8_t* p) { return convert_signed(load(p)); }
 
 // The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.

@@ -42,10 +42,23 @@ inline U shift_right(U a) { return {_mm512_srli_epi32(a.v, N)}; }
 
 inline U bits(F x) { return {_mm512_castps_si512(x.v)}; }
 inline F floats(U x) { return {_mm512_castsi512_ps(x.v)}; }
+inline F convert_signed(U x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline F convert_unsigned(U x) { return {_mm512_cvtepu32_ps(x.v)}; }
 
 inline F signed_bytes(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+// Stores integers from -128 to 127.
+inline void store_bytes(int8_t* p, F x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
+// In each lane, adds the sum of the products of its bytes: unsigned bytes of a, and signed bytes of b.
+#ifdef HAS_DOT_INT8
+inline U add_byte_products(U sums, U a, U b) { return {_mm512_dpbusd_epi32(sums.v, a.v, b.v)}; }
+#endif
+// In each lane, adds the sum of the products of its signed halves.
+inline U add_half_products(U sums, U a, U b) {
+    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
 }
 inline F unsigned_bytes(const uint8_t* p) { return {_mm512_cvtepi32_ps(load(p).v)}; }
 

@@ -51,6 +51,7 @@ inline F floats(U x) {
     memcpy(out.v, x.v, sizeof(x.v));
     return out;
 }
+inline F convert_signed(U x) { EACH_LANE(F, static_cast<float>(static_cast<int32_t>(x.v[i]))); }
 inline F convert_unsigned(U x) { EACH_LANE(F, static_cast<float>(x.v[i])); }
 inline F times_power_of_2(F x, F n) {
     // Two exact steps give correct results beyond the range of a single factor.
@@ -76,6 +77,18 @@ inline F split(F x, F& fraction) {
 }
 
 inline F signed_bytes(const uint8_t* p) { EACH_LANE(F, static_cast<float>(static_cast<int8_t>(p[i]))); }
+// Stores integers from -128 to 127.
+inline void store_bytes(int8_t* p, F x) {
+    for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(x.v[i]);
+}
+// In each lane, adds the sum of the products of its signed halves.
+inline U add_half_products(U sums, U a, U b) {
+    const auto half = [](uint32_t x, int shift) { return static_cast<int32_t>(static_cast<int16_t>(x >> shift)); };
+    EACH_LANE(
+        U, sums.v[i] + static_cast<uint32_t>(half(a.v[i], 0) * half(b.v[i], 0)) +
+               static_cast<uint32_t>(half(a.v[i], 16) * half(b.v[i], 16))
+    );
+}
 inline F unsigned_bytes(const uint8_t* p) { EACH_LANE(F, static_cast<float>(p[i])); }
 
 // The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.

@@ -1,0 +1,243 @@
+// Products with quantized activations: Format::INT8_DYNAMIC. kernels/dynamic.py has the definition, and
+// kernels/cpu/quantized.py the panels. A part of kernels.h.
+//
+// The codes of a panel are the integers of the matrix plus 128, since the instructions for products of bytes multiply
+// unsigned by signed bytes. 128 times the sum of a row's integers is subtracted from its products. Sums of 32 bits may
+// wrap in between, but the final sum is exact.
+
+// The integers of rows of activations, four columns after four, padded with zeros to whole CODE_COLUMNS. Without
+// products of bytes, the columns 0, 2, 1 and 3 of each four follow one another, as integers of 16 bits.
+#ifdef HAS_DOT_INT8
+typedef int8_t Code;
+constexpr int DYNAMIC_ACCUMULATORS = ACCUMULATORS;
+#else
+typedef int16_t Code;
+constexpr int DYNAMIC_ACCUMULATORS = ACCUMULATORS >= 3 ? ACCUMULATORS * 2 / 3 : 1;
+#endif
+constexpr long QUAD = 4, DYNAMIC_BLOCK = 512;
+constexpr int DYNAMIC_WIDE = DYNAMIC_ACCUMULATORS >= 16 ? 4 : 1, DYNAMIC_NARROW = DYNAMIC_ACCUMULATORS >= 8 ? 2 : 1;
+constexpr float LARGEST_INT8 = 127.0f, LEAST_CODE_SCALE = 0x1p-126f;
+constexpr float LARGEST_CODE_SCALE = static_cast<float>((1.0 - 0x1p-22) * 0x1p127 * 2.0 / 127.0);
+
+inline bool is_coded(Format format) { return format == Format::INT8_DYNAMIC; }
+
+// Rows of activations as codes, `size` codes in each row. `data`: null if no matrix needs the codes. A row also has the
+// sums of its integers before every LANES columns, and its scale.
+struct CodedRows {
+    char* data = nullptr;
+    long size = 0;
+
+    long row_bytes() const {
+        const long sums = size / LANES + 1;
+        return round_up(size * static_cast<long>(sizeof(Code)) + sums * 4 + static_cast<long>(sizeof(float)), 64);
+    }
+    long stride() const { return row_bytes() / static_cast<long>(sizeof(Code)); }
+    CodedRows from(long row) const { return data == nullptr ? *this : CodedRows{data + row * row_bytes(), size}; }
+    Code* codes() const { return reinterpret_cast<Code*>(data); }
+    int32_t* sums() const { return reinterpret_cast<int32_t*>(codes() + size); }
+    float& scale() const { return *reinterpret_cast<float*>(sums() + size / LANES + 1); }
+};
+
+// The rows of a product's left side.
+template <class T>
+struct Rows {
+    const T* data;
+    long stride;
+    CodedRows coded = {};
+
+    Rows from(long row) const { return {data + row * stride, stride, coded.from(row)}; }
+};
+
+// Returns the largest magnitude of a row, or NaN if an element is NaN or infinite.
+template <class T>
+float row_peak(const T* x, long n) {
+    F most = set1(0.0f), zeros = set1(0.0f);
+    for (long i = 0; i < n; i += LANES) {
+        const F value = load(x + i, n - i);
+        most = max(most, floats(bit_and(bits(value), set1(0x7FFFFFFFu))));
+        zeros = fma(value, set1(0.0f), zeros);
+    }
+    return sum(zeros) == 0.0f ? peak(most) : NAN;
+}
+
+// Quantizes a row of n elements with this peak to `row`.
+template <class T>
+void quantize_row(const T* x, long n, float peak, const CodedRows& row) {
+    if (!(peak <= INFINITY)) {
+        memset(row.data, 0, static_cast<size_t>(row.row_bytes()));
+        row.scale() = NAN;
+        return;
+    }
+    float scale = peak / LARGEST_INT8;
+    scale = scale < LEAST_CODE_SCALE ? LEAST_CODE_SCALE : scale > LARGEST_CODE_SCALE ? LARGEST_CODE_SCALE : scale;
+    row.scale() = scale;
+    Code* const codes = row.codes();
+    int32_t total = 0;
+    for (long i = 0; i < row.size; i += LANES) {
+        const F quotient = div(i < n ? load(x + i, n - i) : set1(0.0f), set1(scale));
+        const F number = round(max(set1(-LARGEST_INT8), min(set1(LARGEST_INT8), quotient)));
+        row.sums()[i / LANES] = total;
+        total += static_cast<int32_t>(sum(number));
+#ifdef HAS_DOT_INT8
+        store_bytes(codes + i, number);
+#else
+        int8_t bytes[LANES];
+        store_bytes(bytes, number);
+        for (long j = 0; j < LANES; j += QUAD)
+            for (long k = 0; k < QUAD; ++k) codes[i + j + k] = bytes[j + (k % 2 * 2 + k / 2)];
+#endif
+    }
+    row.sums()[row.size / LANES] = total;
+}
+
+constexpr long QUANTIZED_ROWS = 4;
+
+// Quantizes `count` rows of `columns` elements. `purpose`: of the memory for the codes. `peaks`: those of the rows, if the
+// columns are only some of a row's; or null.
+template <class T>
+CodedRows quantize_rows(
+    const T* x, long stride, long count, long columns, Purpose purpose, const float* peaks = nullptr
+) {
+    CodedRows rows = {nullptr, round_up(columns, CODE_COLUMNS)};
+    rows.data = scratch<char>(purpose, count * rows.row_bytes());
+    parallel(round_up(count, QUANTIZED_ROWS) / QUANTIZED_ROWS, [&](long task) {
+        for (long row = task * QUANTIZED_ROWS; row < smaller(count, (task + 1) * QUANTIZED_ROWS); ++row) {
+            const T* own = x + row * stride;
+            quantize_row(own, columns, peaks != nullptr ? peaks[row] : row_peak(own, columns), rows.from(row));
+        }
+    });
+    return rows;
+}
+
+// Adds the products of the four columns of 16 rows of a matrix with M rows of activations.
+template <int M, int N>
+inline void coded_step(U (&acc)[M][N], const Code* a, long lda, const uint8_t* const* b, long offset) {
+#ifdef HAS_DOT_INT8
+    U right[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) right[n] = load(reinterpret_cast<const uint32_t*>(b[n] + offset));
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+        const U left = set1(word_at(a + m * lda));
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n] = add_byte_products(acc[m][n], right[n], left);
+    }
+#else
+    U even[N], odd[N];
+    const U lower = set1(0x00FF00FFu);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+        const U codes = load(reinterpret_cast<const uint32_t*>(b[n] + offset));
+        even[n] = bit_and(codes, lower), odd[n] = bit_and(shift_right<8>(codes), lower);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+        const U first = set1(word_at(a + m * lda)), second = set1(word_at(a + m * lda + 2));
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n)
+            acc[m][n] = add_half_products(add_half_products(acc[m][n], even[n], first), odd[n], second);
+    }
+#endif
+}
+
+// As `tile`, for `quads` times four columns. The sums are integers. Prefetches the line at next[n] + step * next_stride
+// in each step.
+template <int M, int N>
+void coded_tile(
+    const Code* a, long lda, const uint8_t* const* b, long quads, const uint8_t* const* next, long next_stride,
+    bool add_to, float* c, long ldc
+) {
+    U acc[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n] = set1(0u);
+    for (long s = 0; s < quads; ++s) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) __builtin_prefetch(next[n] + s * next_stride);
+        coded_step(acc, a + s * QUAD, lda, b, s * QUAD * LANES);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+            float* out = c + m * ldc + n * LANES;
+            store(out, floats(add_to ? add(bits(load(out)), acc[m][n]) : acc[m][n]));
+        }
+}
+
+template <int N, int... M>
+auto coded_tile_of(long m, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&coded_tile<1, N>) tiles[] = {coded_tile<M + 1, N>...};
+    return tiles[m - 1];
+}
+
+// All rows and N panels. Each tile prefetches its share of `bytes` bytes of each panel.
+template <int N>
+void multiply_coded_panels(
+    const CodedRows& a, long m, long column, const uint8_t* const* b, long bytes, const uint8_t* const* next,
+    bool add_to, float* c, long ldc
+) {
+    constexpr int MOST = DYNAMIC_ACCUMULATORS / N;
+    constexpr long LINE_BYTES = QUAD * LANES;
+    const long parts = (m + MOST - 1) / MOST, fewest = m / parts, longer = m % parts;
+    const Code* left = a.codes() + column;
+    for (long i = 0; i < parts; ++i) {
+        const long rows = fewest + (i < longer);
+        const uint8_t* own[N];
+        for (int n = 0; n < N; ++n) own[n] = next[n] + bytes * i / parts;
+        coded_tile_of<N>(rows, std::make_integer_sequence<int, MOST>())(
+            left, a.stride(), b, bytes / LINE_BYTES, own, (LINE_BYTES + parts - 1) / parts, add_to, c, ldc
+        );
+        left += rows * a.stride(), c += rows * ldc;
+    }
+}
+
+// Converts sums of codes over the columns [first, last) to products.
+template <class T>
+void finish_coded(
+    const CodedRows& a, long m, const Panel<T>* panels, long n, long first, long last, float* c, long ldc
+) {
+    for (long row = 0; row < m; ++row) {
+        const CodedRows own = a.from(row);
+        const int32_t total = own.sums()[last / LANES] - own.sums()[first / LANES];
+        const U offset = set1(static_cast<uint32_t>(total) * 128u);
+        const F scale = set1(own.scale());
+        for (long i = 0; i < n; ++i) {
+            float* out = c + row * ldc + i * LANES;
+            const F sums = convert_signed(sub(bits(load(out)), offset));
+            const F scales = load(reinterpret_cast<const float*>(panels[i].data));
+            store(out, mul(mul(sums, scales), scale));
+        }
+    }
+}
+
+// As `multiply_all`, for panels of INT8_DYNAMIC.
+template <class T>
+void multiply_coded(
+    const CodedRows& a, long m, const Panel<T>* panels, long n, long first_step, long end_step, long hop, float* c,
+    long ldc
+) {
+    constexpr long HEADER = LANES * sizeof(float);
+    const long columns = round_up(panels->columns, CODE_COLUMNS), first = first_step * PAIR<T>;
+    const long last = end_step == panels->steps() ? columns : end_step * PAIR<T>;
+    for (long start = first; start < last; start += DYNAMIC_BLOCK) {
+        const long stop = smaller(last, start + DYNAMIC_BLOCK), bytes = (stop - start) * LANES;
+        for (long i = 0, width; i < n; i += width) {
+            width = m * DYNAMIC_WIDE <= DYNAMIC_ACCUMULATORS && n - i >= DYNAMIC_WIDE ? DYNAMIC_WIDE
+                    : n - i >= DYNAMIC_NARROW                                      ? DYNAMIC_NARROW
+                                                                                 : 1;
+            const uint8_t *b[DYNAMIC_WIDE > DYNAMIC_NARROW ? DYNAMIC_WIDE : DYNAMIC_NARROW], *next[sizeof(b) / sizeof(*b)];
+            for (long j = 0; j < width; ++j) {
+                const Panel<T>& panel = panels[i + j];
+                b[j] = reinterpret_cast<const uint8_t*>(panel.data) + HEADER + start * LANES;
+                next[j] = stop < columns ? b[j] + bytes : reinterpret_cast<const uint8_t*>(panel.later(hop));
+            }
+            const auto multiply_some = width == DYNAMIC_WIDE     ? multiply_coded_panels<DYNAMIC_WIDE>
+                                       : width == DYNAMIC_NARROW ? multiply_coded_panels<DYNAMIC_NARROW>
+                                                               : multiply_coded_panels<1>;
+            multiply_some(a, m, start, b, bytes, next, start > first, c + i * LANES, ldc);
+        }
+    }
+    finish_coded(a, m, panels, n, first, last, c, ldc);
+}

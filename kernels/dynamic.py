@@ -1,0 +1,156 @@
+"""Products with quantized activations: formats with `Format.activations`, such as `int8_dynamic`.
+
+A product of x [M, K] with a quantized matrix first quantizes each row of x, which is a token, by itself:
+
+- The peak of a row is its largest magnitude. The row's scale is peak / 127, rounded to float32, and at least
+  `quantization.LEAST_SCALE`. The quotients of the elements and the scale are rounded to float32, and then to the
+  nearest integer. Ties go to the even integer. So the integers are from -127 to 127, and a row of zeros has zeros.
+- If an element is NaN or infinite, the scale is NaN, and all results of the row are NaN. Other rows are not affected.
+
+The sum over K of the products of integers is exact, so its order does not matter. The float32 result is
+
+    (the sum, rounded to float32) * (the scale of the matrix's row) * (the row's scale)
+
+from left to right, and rounded to float32 after each step. The result takes the place of the float32 sum of a plain
+product: it is a `back_sums` or a piece of one, or the bias is added to it, and it is rounded to the dtype of x.
+
+The product with a piece of the columns has the scales of the whole rows. All ops therefore quantize a row once.
+
+The values of the matrix alone are those of the same format without activations, so `Weight.to_dense` and the backward
+pass of a trainer have a plain matrix.
+
+Owns no memory. Source: LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339) for scales of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .quantization import LARGEST, LEAST_SCALE, MOST, Format, Quantized, quantize, refuse_elements
+
+MOST_COLUMNS = (2**31 - 1) // 127**2
+"""A matrix with quantized activations has at most this number of columns, so that sums are integers of 32 bits."""
+
+_SLICE = 2**22  # elements of a matrix that are converted to float64 at a time
+
+
+class CodedRows(NamedTuple):
+    """Quantized rows of activations. `numbers`: the integers, float32 [M, K]; 0 in rows with NaN. `scales`: float32
+    [M].
+    """
+
+    numbers: Tensor
+    scales: Tensor
+
+    def columns(self, start: int, end: int) -> CodedRows:
+        """Return the columns [start, end) of the rows, with the scales of the whole rows."""
+        return CodedRows(self.numbers[:, start:end], self.scales)
+
+
+def row_peaks(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of x [M, K], as float32 [M]. The peak of a row with NaN or an infinite
+    element is NaN.
+    """
+    wide = x.float()
+    peaks = wide.abs().amax(1) if x.shape[1] else wide.new_zeros(len(x))
+    return peaks.where(peaks.isfinite(), torch.nan)
+
+
+def quantize_rows(x: Tensor, peaks: Tensor | None = None) -> CodedRows:
+    """Quantize each row of x [M, K]. `peaks`: the peaks of rows of which x has only some columns; None for whole
+    rows.
+    """
+    peaks = row_peaks(x) if peaks is None else peaks
+    # On a GPU, torch multiplies by the reciprocal of a number, but divides by a tensor.
+    scales = (peaks / torch.full_like(peaks, LARGEST["int8"])).clamp_(LEAST_SCALE, MOST / LARGEST["int8"])
+    numbers = (x.float() / scales[:, None]).clamp_(-LARGEST["int8"], LARGEST["int8"]).round_()
+    return CodedRows(numbers.where(scales.isfinite()[:, None], 0.0), scales)
+
+
+def coded_product(rows: CodedRows, weight: Quantized) -> Tensor:
+    """Return the float32 product [M, N] of quantized rows and a quantized matrix [N, K]."""
+    left, out = rows.numbers.double(), rows.numbers.new_empty(len(rows.numbers), weight.shape[0])
+    step = max(_SLICE // max(weight.shape[1], 1), 1)
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, start + step)
+        # Each sum is an integer below 2**31, so every order of additions in float64 is exact.
+        out[:, part] = left @ weight.rows(part).numbers().double().T
+    return out.mul_(weight.scales[:, 0]).mul_(rows.scales[:, None])
+
+
+class CodedWeight:
+    """A `Weight` of a format with activations, as plain tensors: `codes`, uint8 [R, C], and `scales`, the bytes of the
+    float32 scales, uint8 [R, 4]. `dtype`: the dtype of the tensors that `copy_` receives and of the activations.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype, format: Format) -> None:
+        self.codes, self.scales, self.dtype, self.format = codes, scales, dtype, format
+        self.shape = codes.shape
+
+    @classmethod
+    def new(cls, rows: int, columns: int, empty: Callable[..., Tensor], format: Format) -> CodedWeight:
+        """Return an uninitialized weight. Its memory comes from `empty(*shape, dtype=torch.uint8)`."""
+        codes, scales = (empty(rows, size, dtype=torch.uint8) for size in (columns, 4))
+        return cls(codes, scales, empty(0).dtype, format)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory size of the weight in bytes."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def quantized(self) -> Quantized:
+        """Return the codes and scales, which share this weight's memory."""
+        return Quantized(self.format, self.codes, self.scales.view(torch.float32))
+
+    def copy_(self, source: Tensor | Quantized | CodedWeight) -> None:
+        """Store a tensor, which is converted to `dtype` and quantized; or a quantized matrix of this format. Raise
+        ValueError for a tensor that the format cannot store.
+        """
+        if isinstance(source, Tensor):
+            source = quantize(source.to(self.dtype), self.format)
+        found = source.quantized() if isinstance(source, CodedWeight) else source
+        self.codes.copy_(found.codes)
+        self.scales.view(torch.float32).copy_(found.scales)
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        """Raise ValueError, unless there are no elements."""
+        refuse_elements(self.format, index)
+
+    def narrow(self, dim: int, start: int, length: int) -> CodedWeight:
+        """Return rows [start, start + length) as a weight that shares this weight's memory. `dim` is 0."""
+        codes, scales = (each.narrow(0, start, length) for each in (self.codes, self.scales))
+        return CodedWeight(codes, scales, self.dtype, self.format)
+
+    def to_dense(self) -> Tensor:
+        """Return the values as a tensor."""
+        return self.quantized().values().to(self.dtype)
+
+
+class DynamicValues(NamedTuple):
+    """The values of a quantized matrix [R, C], or of matrices [E, R, C], in a trainer. Products quantize their
+    activations as `format` requires, and quantize the values again, which gives the same codes and scales. Gradients
+    are those of a product with plain activations and the values.
+    """
+
+    values: Tensor
+    format: Format
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the values."""
+        return self.values.shape
+
+    def narrow(self, dim: int, start: int, length: int) -> DynamicValues:
+        """Return rows [start, start + length). `dim` is 0."""
+        return DynamicValues(self.values.narrow(dim, start, length), self.format)
+
+
+def apart(weight: Any) -> tuple[Any, Format | None]:
+    """Return the tensor of a trainer's weight, and the format in which a product quantizes it; None for plain
+    products.
+    """
+    return (weight.values, weight.format) if isinstance(weight, DynamicValues) else (weight, None)
