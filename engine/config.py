@@ -128,8 +128,7 @@ class EngineConfig(BaseModel):
 
     `adapter_bytes`: the memory for named adapters, in bytes, in addition to the KV cache; 0: no named adapters. The
     memory holds A and B of every loaded adapter, and merged weights for the adapters that were used last. The merged
-    weights of an adapter are as large as the weights that it changes. With several ranks, and with quantized weights,
-    `adapter_bytes` must be 0.
+    weights of an adapter are as large as the weights that it changes. With several ranks, `adapter_bytes` must be 0.
 
     `max_record_bytes`: the maximum total size, in bytes, of the records of unfinished samples and scores, in host
     memory. Records are the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` request, and all
@@ -267,13 +266,6 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 f"adapter_bytes must be 0 with several ranks (got {self.adapter_bytes} and {self.num_ranks} ranks), "
                 "because only a worker with a single rank serves named adapters",
-                field="adapter_bytes",
-                value=self.adapter_bytes,
-            )
-        if self.adapter_bytes and self.quantization != "none":
-            raise ConfigError(
-                f"adapter_bytes must be 0 with quantized weights (got {self.adapter_bytes} and quantization "
-                f"{self.quantization}), because a worker does not keep the values to which an adapter is added",
                 field="adapter_bytes",
                 value=self.adapter_bytes,
             )

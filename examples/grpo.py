@@ -630,8 +630,6 @@ def main(
         raise typer.BadParameter("--sleep needs --staleness 0: with --staleness 1 the worker generates during training")
     if lora and (sleep == 2 or fsdp > 1):
         raise typer.BadParameter("--lora needs --fsdp 1 and --sleep 0 or 1: the worker must keep its base weights")
-    if lora and quantization != "none":
-        raise typer.BadParameter("--lora needs --quantization none: a worker adds adapters to weights that it keeps")
     if beside is not None and not (beside / "metrics.csv").exists():
         raise typer.BadParameter(f"--beside: {beside} has no metrics.csv; give the --out folder of a finished run")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)

@@ -22,6 +22,11 @@ def is_aligned(module: Any) -> bool:
     return "_aligned" in vars(module)  # hasattr would also look in the module inside a wrapper
 
 
+def spec_of(model: Any) -> DecoderSpec:
+    """Return the spec of a model of a supported family, aligned or not. Raise AlignmentError for any other model."""
+    return model._aligned.spec if is_aligned(model) else describe_plain(model)
+
+
 def describe_plain(model: Any) -> DecoderSpec:
     """Return the spec of an unaligned model of a supported family. Raise AlignmentError for any other model."""
     if not _is_of_family(model):

@@ -43,7 +43,8 @@ SETTINGS = (NONE, *FORMATS, *(name + EXPERTS_SUFFIX for name in FORMATS))
 def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:
     """Return a copy of the spec with the formats of the weights in `DecoderSpec.held`.
 
-    Raise ConfigError for an unknown setting, and for a setting that quantizes the experts of a decoder without experts.
+    The formats replace those that the spec has. Raise ConfigError for an unknown setting, and for a setting that
+    quantizes the experts of a decoder without experts.
     """
     if setting not in SETTINGS:
         raise ConfigError(
@@ -52,8 +53,9 @@ def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:
             field="quantization",
             value=setting,
         )
+    plain = {role: replace(held, format=None) for role, held in spec.held.items()}
     if setting == NONE:
-        return spec
+        return replace(spec, held=plain, quantization=NONE)
     name, of_experts = setting.removesuffix(EXPERTS_SUFFIX), setting.endswith(EXPERTS_SUFFIX)
     if of_experts and not spec.experts:
         raise ConfigError(
@@ -63,8 +65,8 @@ def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:
             value=setting,
         )
     roles = EXPERT_ROLES if of_experts else MATRIX_ROLES
-    held = {role: replace(spec.held.get(role, PLAIN), format=FORMATS[name]) for role in roles if role in spec.names}
-    quantized = replace(spec, held={**spec.held, **held}, quantization=setting)
+    held = {role: replace(plain.get(role, PLAIN), format=FORMATS[name]) for role in roles if role in spec.names}
+    quantized = replace(spec, held={**plain, **held}, quantization=setting)
     if quantized.quantizes_activations:
         _check_columns(quantized)
     return quantized
@@ -80,6 +82,11 @@ def _check_columns(spec: DecoderSpec) -> None:
             field="quantization",
             value=spec.quantization,
         )
+
+
+def keeps_values(setting: str) -> bool:
+    """Return whether the values of quantized weights have the same bits if they are quantized again."""
+    return setting.removesuffix(EXPERTS_SUFFIX) not in ("nvfp4", "awq")
 
 
 def with_kv_cache_dtype(spec: DecoderSpec, setting: str) -> DecoderSpec:

@@ -55,6 +55,10 @@ class RoundedWeight:
         """Return rows [start, start + length) as a weight that shares this weight's memory. `dim` is 0."""
         return RoundedWeight(self.plain.narrow(dim, start, length), self.format, self._unit)
 
+    def copied(self, device: torch.device) -> RoundedWeight:
+        """Return a weight with a copy of the values, a tensor on `device`."""
+        return RoundedWeight(self.plain.to_dense().to(device, copy=True), self.format, self._unit)
+
     def to_dense(self) -> Tensor:
         """Return the values as a tensor."""
         return self.plain.to_dense()

@@ -68,7 +68,7 @@ from .layer import (
 )
 from .packed import Packed
 from .pieces import with_pieces
-from .plain_models import describe_plain, is_aligned, is_decoder, module_of
+from .plain_models import describe_plain, is_aligned, is_decoder, module_of, spec_of
 from .precision import NONE, rounding_of, with_kv_cache_dtype, with_quantization
 from .replay import replayed
 from .selection import select_backend
@@ -309,7 +309,7 @@ def _of_layers(model: Any, of_spec: Callable[[DecoderSpec], dict[str, Any]]) -> 
     Return {} for a model that no worker serves.
     """
     try:
-        spec = model._aligned.spec if is_aligned(model) else describe_plain(model)
+        spec = spec_of(model)
     except AlignmentError:
         return {}
     prefix = next(name for name, module in model.named_modules() if module is text_decoder(model).layers)

@@ -28,9 +28,9 @@ from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.edits import Masks
 from ..kernels.families import describe
-from ..kernels.plain_models import describe_plain, is_aligned, is_decoder
+from ..kernels.plain_models import is_aligned, is_decoder, spec_of
 from ..kernels.precision import NONE, Rounding, roundings, with_quantization
-from ..kernels.specs import DecoderSpec, is_of_mtp
+from ..kernels.specs import is_of_mtp
 from ..kernels.spellings import own_name
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
@@ -276,11 +276,6 @@ def _decoder(model: Any) -> Any:
     return next(filter(is_decoder, model.modules()), model)
 
 
-def _spec_of(model: Any) -> DecoderSpec:
-    """Return the spec of a transformers model of a supported family."""
-    return model._aligned.spec if is_aligned(model) else describe_plain(model)
-
-
 def _checksum(tensor: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> int:
     """Return the checksum of a tensor as a worker serves it."""
     return tensor_checksum(tensor if rounding is None else rounding(tensor.to(dtype)), dtype)
@@ -466,7 +461,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     adapted = next(filter(None, map(adapted_inside, model.modules())), None)
     tensors = TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype)
     setting = str((client.health().engine or {}).get("quantization", NONE))
-    rounded = {} if setting == NONE else roundings(with_quantization(_spec_of(_decoder(model)), setting))
+    rounded = {} if setting == NONE else roundings(with_quantization(spec_of(_decoder(model)), setting))
     own = {
         name: _checksum(tensor, dtype_named(served.dtypes.get(name, served.dtype)), rounded.get(name))
         for name, tensor in ((own_name(trained, served), tensor) for trained, tensor in tensors)

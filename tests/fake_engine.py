@@ -202,6 +202,7 @@ class FakeWeights:
         self.ignored = frozenset(ignored)
         self.optional: Collection[str] = ()
         self.optional_note = ""
+        self.quantization = "none"
         self.renamed: dict[str, str] = {}
         self.respelled: dict[str, str] = {}
         self.left_out: tuple[str, ...] = ()

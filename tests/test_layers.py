@@ -71,6 +71,7 @@ KERNELS = {
     "stacks": {"contract", "quantization"},
     "rounded": {"contract", "quantization"},
     "shards": {"quantization", "rounded", "specs", "stacks"},
+    "keeping": {"quantization", "rounded", "shards", "stacks"},
     "layer": SPEC | {"cache_formats", "stacks"},
     "pieces": {"layer", "specs"},
     "precision": {"cache_formats", "dynamic", "layer", "quantization", "specs", "stacks", "stored"},

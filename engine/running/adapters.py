@@ -30,12 +30,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
+from ...kernels.keeping import copy_of
+from ...kernels.quantization import Format, format_of
 from ...kernels.transfer import wait_for_stream
 from ..cache.memory import Arena
 from ..commits import Adapter, Commit
 from ..models.decoder import Decoder, Owner
 from .weight_memory import LocalWeights
-from .weights import Factors, WeightStore, refuse_adapters
+from .weights import Factors, WeightStore, merge_into
 
 
 class AdapterStaging:
@@ -51,7 +53,7 @@ class AdapterStaging:
         self.base, self.merged_bytes = store.base, 0
         self._store, self._check = store, check
         self._by_name: dict[str, Tensor] = {}
-        self._scratch: dict[tuple[int, int, torch.dtype], Weight] = {}
+        self._scratch: dict[tuple[int, int, torch.dtype, Format | None], Weight] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +66,6 @@ class AdapterStaging:
         Raise ValueError if the base weights are incomplete, if no weight or a weight of the vision tower is adapted, or
         if the adapter does not fit into the budget.
         """
-        refuse_adapters(self._store.model.spec)
         if not alone or not self._store.is_whole or not weights:
             raise ValueError("staging: a named adapter needs A and B alone, and complete base weights")
         owners = self._store.model.owners
@@ -93,13 +94,16 @@ class AdapterStaging:
         return list(self.factors)
 
     def merge(self, name: str) -> bool:
-        """Return whether the sum of a weight and its adapter is finite. The sum is not kept."""
+        """Return whether the sum of a weight and its adapter is finite. The sum is not kept. Raise ValueError for a sum
+        that the format of the weight cannot store.
+        """
         store, plain = self._store, self._store.before_adapters(name)
-        (rows, columns), dtype = plain.shape, plain.dtype
-        if (key := (rows, columns, dtype)) not in self._scratch:
+        (rows, columns), dtype, format = plain.shape, plain.dtype, format_of(store.tensors[name])
+        if (key := (rows, columns, dtype, format)) not in self._scratch:
             empty = partial(torch.empty, dtype=dtype, device=plain.device)
-            self._scratch = {key: store.model.ops.new_weight(rows, columns, empty)}
-        return store.model.ops.merge_into(self._scratch[key], plain, *self.factors[name])
+            new = partial(store.model.ops.new_weight, rows, columns, empty)
+            self._scratch = {key: new() if format is None else copy_of(store.tensors[name], plain.device)}
+        return merge_into(store.model.ops, self._scratch[key], plain, self.factors[name])
 
     def drop(self) -> None:
         """Free the memory. The factors that an adapter has taken over stay."""
@@ -221,11 +225,11 @@ class AdapterStore:
         arena = memory.new_overlay(loaded.merged_bytes)
         found = memory.weights_over(cast(Arena, store.arena), arena, names)
         for name in names:
-            plain, out = store.before_adapters(name), found.tensors[name]
+            out = found.tensors[name]
             if name in factors:
-                store.model.ops.merge_into(out, plain, *factors[name])
+                merge_into(store.model.ops, out, store.before_adapters(name), factors[name])
             else:
-                out.copy_(plain)
+                out.copy_(store.base.kept[name])
         return _Merged(found.model, arena)
 
     def _make_room(self, num_bytes: int) -> None:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Backend, Weight
-from ...kernels.precision import NONE
+from ...kernels.keeping import copy_of, device_of, on_device
 from ...kernels.quantization import format_of, refuse_elements
-from ...kernels.specs import MTP_PREFIX, DecoderSpec
+from ...kernels.specs import MTP_PREFIX
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
@@ -39,11 +39,11 @@ from .weight_memory import LocalWeights, WeightArena, WeightMemory
 class AdapterBase:
     """The base weights of merged adapters.
 
-    `kept`: the dense base values of the parameters that the adapters changed. `checksums`: the checksums that adapter
-    pushes have computed so far for base parameters.
+    `kept`: the base values of the parameters that the adapters changed, as `copy_of` returns them. `checksums`: the
+    checksums that adapter pushes have computed so far for base parameters.
     """
 
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Weight] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
 
 
@@ -57,21 +57,12 @@ class Factors(NamedTuple):
     scale: float
 
 
-def refuse_adapters(spec: DecoderSpec) -> None:
-    """Raise ValueError for quantized weights. An adapter that comes alone is added to base weights, and the worker does
-    not keep the base weights that a trainer has.
-    """
-    if spec.quantization != NONE:
-        raise ValueError(
-            f"adapters: a worker with weights in {spec.quantization} does not keep the base weights, to which adapters "
-            "are added; push with adapters=False, which also sends the base weights"
-        )
+def merge_into(ops: Backend, out: Weight, plain: Tensor, factors: Factors) -> bool:
+    """Store a weight with a merged adapter; if `out` is quantized, quantize the sum. Return whether all values are
+    finite; if not, `out` may be unchanged.
 
-
-def _merge_into(ops: Backend, out: Weight, plain: Tensor, factors: Factors) -> bool:
-    """Store a weight with a merged adapter. Return whether all values are finite; if not, `out` may be unchanged.
-
-    `plain`: the weight without the adapter; for a quantized weight, the values of its codes.
+    `plain`: the weight without the adapter; for a quantized weight, the values of its codes. Raise ValueError for a sum
+    that the format of `out` cannot store.
     """
     if format_of(out) is None:
         return ops.merge_into(out, plain, *factors)
@@ -219,6 +210,11 @@ class WeightStore:
         return self.model.ignored_tensors()
 
     @property
+    def quantization(self) -> str:
+        """See `DecoderSpec.quantization`."""
+        return self.model.spec.quantization
+
+    @property
     def renamed(self) -> Mapping[str, str]:
         """Maps prefixes of trainers' names to the prefixes that names in `shapes` have instead."""
         return self.model.spec.renamed
@@ -253,7 +249,7 @@ class WeightStore:
     @property
     def num_held(self) -> int:
         """The device memory that the live weights and the base weights of adapters hold now, in bytes."""
-        kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.memory.device]
+        kept = [weight.nbytes for weight in self.base.kept.values() if device_of(weight) == self.memory.device]
         return self.arena.num_held + sum(kept)
 
     @property
@@ -334,7 +330,8 @@ class WeightStore:
         self.spare.drop()
         self.is_whole &= level == 1
         if level == 1:  # The base weights stay on the host until adapters need them again.
-            self.base.kept.update({name: tensor.to("cpu") for name, tensor in self.base.kept.items()})
+            host = torch.device("cpu")
+            self.base.kept.update({name: on_device(weight, host) for name, weight in self.base.kept.items()})
         else:
             self.base = AdapterBase()
 
@@ -356,10 +353,19 @@ class WeightStore:
         return self.rows(self.tensors, name, start, length).to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
-        """Return a dense copy of a parameter's base value, without adapters. The live weights must be complete."""
+        """Return a parameter's base value, without adapters, as a dense tensor that does not change. The live weights
+        must be complete.
+        """
         if (kept := self.base.kept.get(name)) is not None:
-            return kept.to(self.memory.device)
+            return kept.to_dense().to(self.memory.device)
         return self.tensors[name].to_dense().clone()
+
+    def kept_base(self, name: str) -> Weight:
+        """Return a parameter's base value, without adapters, as `copy_of` returns it. The live weights must be
+        complete.
+        """
+        kept, device = self.base.kept.get(name), self.memory.device
+        return copy_of(self.tensors[name], device) if kept is None else on_device(kept, device)
 
     def rows(self, tensors: Mapping[str, Weight], name: str, start: int = 0, length: int | None = None) -> Weight:
         """Return rows of the parameter or part `name`, taken from `tensors`. By default, return all rows from `start`
@@ -449,8 +455,6 @@ class WeightStaging:
             raise ValueError(
                 "staging: adapters require that the live weights are complete and that the staging is not in place"
             )
-        if alone:
-            refuse_adapters(self._store.model.spec)
         self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
@@ -486,20 +490,31 @@ class WeightStaging:
         if factors is None and not is_staged:
             self.rows(name, 0, store.shape(name)[0]).copy_(store.base.kept.get(name, store.tensors[name]))
             return True
-        plain = store.before_adapters(name) if self.is_alone else store.rows(self.tensors, name).to_dense().clone()
-        self.base.kept[name] = plain
-        self._others_bytes += 0 if plain is store.base.kept.get(name) else plain.nbytes
+        if self.is_alone:
+            kept = store.kept_base(name)
+        else:
+            kept = copy_of(store.rows(self.tensors, name), store.memory.device)
+        self.base.kept[name] = kept
+        self._others_bytes += 0 if kept is store.base.kept.get(name) else kept.nbytes
         if factors is None:
             return True
         out = store.rows(self.tensors, name) if is_staged else self.rows(name, 0, store.shape(name)[0])
-        return _merge_into(store.model.ops, out, plain, factors)
+        return merge_into(store.model.ops, out, kept.to_dense(), factors)
 
     def keep_base(self, tensors: Mapping[str, Tensor]) -> None:
         """Record that the staged rows have merged adapters. `tensors`: the dense base values of the parameters that the
-        adapters changed. The staging keeps these tensors, which must not change.
+        adapters changed. The staging keeps these tensors, which must not change; of a quantized parameter, it keeps the
+        quantized values.
         """
-        self.base = AdapterBase(kept=dict(tensors))
-        self._others_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        self.base = AdapterBase(kept={name: self._as_kept(name, tensor) for name, tensor in tensors.items()})
+        self._others_bytes += sum(weight.nbytes for weight in self.base.kept.values())
+
+    def _as_kept(self, name: str, tensor: Tensor) -> Weight:
+        if format_of(self._store.tensors[name]) is None:
+            return tensor
+        kept = copy_of(self._store.tensors[name], self._store.memory.device)
+        kept.copy_(tensor)
+        return kept
 
     def rows(self, name: str, start: int, length: int) -> Weight:
         """Return rows [start, start + length) of a parameter or a part.

@@ -112,6 +112,11 @@ class QuantizedWeight:
         shape = length, self.shape[1]
         return QuantizedWeight(shape, self.dtype, self.format, self.unit, data, self._first + start, self._whole_rows)
 
+    def copied(self) -> QuantizedWeight:
+        """Return a weight with a copy of the codes and scales, in new memory."""
+        of_whole = self._first, self._whole_rows
+        return QuantizedWeight(self.shape, self.dtype, self.format, self.unit, self.data.clone(), *of_whole)
+
     def to_dense(self) -> Tensor:
         """Return a plain tensor [rows, columns] with the same values."""
         return self.quantized().values().to(self.dtype)

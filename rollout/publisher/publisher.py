@@ -51,7 +51,8 @@ from trueroll.errors import (
 
 from ...engine.request import InFlight, plain
 from ...kernels.adapters import read_tensors
-from ...kernels.wrappers import adapted_inside
+from ...kernels.precision import Rounding, roundings, with_quantization
+from ...kernels.wrappers import adapted_inside, unwrapped
 from ...weight_sync.deltas.index import Index
 from ...weight_sync.deltas.places import OwnPlace, RemotePlace, is_url, read_index
 from ...weight_sync.payload.manifest import LAST_VERSION
@@ -734,7 +735,17 @@ def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
     model = adapted_inside(tensors) if isinstance(tensors, torch.nn.Module) else None
     _check(model is not None or not alone, "adapters", "False unless tensors is a PEFT model", alone)
     try:
-        return None if model is None else TrainerAdapters(read_tensors(model), alone)
+        return None if model is None else TrainerAdapters(read_tensors(model), alone, partial(_roundings_of, model))
+    except AlignmentError as error:
+        raise PushError(str(error)) from None
+
+
+def _roundings_of(model: Any, quantization: str) -> dict[str, Rounding]:
+    """Return how workers with this setting `quantization` round the weights of a PEFT model, by the workers' names."""
+    from ...kernels.plain_models import spec_of  # imports transformers
+
+    try:
+        return roundings(with_quantization(spec_of(unwrapped(model)), quantization))
     except AlignmentError as error:
         raise PushError(str(error)) from None
 

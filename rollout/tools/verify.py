@@ -52,7 +52,7 @@ from ...engine.running.loading import (
 )
 from ...engine.running.ranks import Topology
 from ...kernels.cache_formats import AUTO
-from ...kernels.precision import NONE
+from ...kernels.precision import NONE, keeps_values
 from .progress import tracked
 from .verify_drafts import MOST_DRAFTED, new_drafter
 from .verify_images import AGAIN, IMAGE_LEGEND, MAX_IMAGES, ImageCell, ImageSubjects, check_image_premises, image_cells
@@ -257,11 +257,14 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
     MTP_CELLS if the model has an MTP module, plus `image_cells` if the model serves a vision tower.
 
     `topology`: the ranks of all cells. With more than one rank, cells that set `threads` are left out, and all
-    RANK_CELLS are added. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
+    RANK_CELLS are added, except adapters that change nothing if the format of the weights changes values that are
+    quantized again. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
     """
     if topology.size > 1:
-        cells = [cell for cell in cells_of(loaded, ONE_RANK, quick) if cell.threads is None]
-        return tuple(replace(cell, ranks=topology.size, stages=topology.stages) for cell in (*cells, *RANK_CELLS))
+        cells = [cell for cell in (*cells_of(loaded, ONE_RANK, quick), *RANK_CELLS) if cell.threads is None]
+        if not keeps_values(loaded.model.spec.quantization):
+            cells = [cell for cell in cells if cell.event != "adapters"]
+        return tuple(replace(cell, ranks=topology.size, stages=topology.stages) for cell in cells)
     spec = loaded.model.spec
     more = (
         STATE_CELLS if spec.recurrent else (),
@@ -330,6 +333,8 @@ class _Lab:
         config = EngineConfig(
             model=self.config.model,
             dtype=self.config.dtype,
+            quantization=self.config.quantization,
+            kv_cache_dtype=self.config.kv_cache_dtype,
             device=self.config.device,
             backend=self.config.backend,
             block_size=cell.block_size,
@@ -510,7 +515,7 @@ def _push(engine: Engine) -> list[Output]:
     weights = engine.weights
     staging = weights.new_staging(in_place=False)
     for name, shape in weights.shapes.items():
-        staging.rows(name, 0, shape[0]).copy_(weights.served(name))
+        staging.rows(name, 0, shape[0]).copy_(weights.rows(weights.tensors, name))
     return engine.commit_weights(staging, engine.weight_version + 1, "recompute")
 
 

@@ -384,16 +384,18 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
     If a sample runs alone and `cuts` is False, the number of chunks must be exactly the number that the budget implies.
     If samples run together, there may be more chunks than the budget implies, because a waiting sample of a group
     recomputes the end of its prompt. If `cuts` is True, there may also be more chunks than the budget implies. With a
-    warm cache, few prompt tokens are left to split into chunks, so the number of chunks is not checked.
+    warm cache, or one in host memory, few prompt tokens are left to split into chunks, so there may be fewer chunks
+    than the budget implies.
     """
     chunks = [sum(prompt > 0 for prompt, _ in run.steps) for run in runs]
     expected = [-(-run.longest // cell.budget) for run in runs]
     holds = all(prompt + decoded <= cell.budget for run in runs for prompt, decoded in run.steps)
-    if not cell.num_reread and cell.cache != "warm":
-        exact = [cell.others == 0 and run.largest_group == 1 and not cuts for run in runs]
+    if not cell.num_reread:
+        are_most = [cell.others == 0 and run.largest_group == 1 and not cuts for run in runs]
+        are_least = cell.cache not in ("warm", "host")
         holds &= all(
-            found == least if is_exact else found >= least
-            for found, least, is_exact in zip(chunks, expected, exact, strict=True)
+            (found >= count or not are_least) and (found <= count or not is_most)
+            for found, count, is_most in zip(chunks, expected, are_most, strict=True)
         )
     return Premise("chunks", max(chunks), holds)
 

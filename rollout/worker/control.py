@@ -322,6 +322,7 @@ class Control:
             renamed=dict(weights.renamed),
             respelled=dict(weights.respelled),
             left_out=weights.left_out,
+            quantization=weights.quantization,
             weight_version=self._host.versions().base,
             adapters=dict(self._host.versions().adapters),
             push_id=self.pushes.served,

@@ -11,9 +11,9 @@ import pytest
 from matrix import thinned
 
 from tiny import make_tiny_model
-from trueroll.engine.config import KvCacheDtype, Quantization
+from trueroll.engine.config import EngineConfig, KvCacheDtype, Quantization
 from trueroll.kernels.cache_formats import AUTO, CACHE_FORMATS
-from trueroll.kernels.precision import SETTINGS
+from trueroll.kernels.precision import SETTINGS, keeps_values
 from trueroll.kernels.quantization import FORMATS
 from trueroll.kernels.training import align, aligned_with
 
@@ -45,3 +45,5 @@ def test_the_engine_knows_all_formats() -> None:
     """The configuration lists the formats itself, because it does not import torch."""
     assert set(get_args(Quantization)) == {"auto", *SETTINGS}
     assert set(get_args(KvCacheDtype)) == {AUTO, *CACHE_FORMATS}
+    for setting in SETTINGS:
+        assert EngineConfig(model="m", quantization=setting).keeps_values == keeps_values(setting)  # type: ignore[arg-type]

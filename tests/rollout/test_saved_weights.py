@@ -102,9 +102,11 @@ def has_written(thread: saver.Saver) -> bool:
     return not thread.state.is_writing
 
 
-def test_a_killed_worker_gets_adapters_alone_as_before(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_a_killed_worker_gets_adapters_alone_as_before(model: Path, tmp_path: Path, quantization: str) -> None:
     adapted, folder = adapt(model), tmp_path / "saved"
-    with worker_of(model, folder) as worker, WeightPublisher() as publisher:
+    settings = dict(quantization=quantization)
+    with worker_of(model, folder, **settings) as worker, WeightPublisher() as publisher:
         publisher.connect([worker.address])
         for version in (1, 2):
             change(adapted, version)
@@ -114,7 +116,8 @@ def test_a_killed_worker_gets_adapters_alone_as_before(model: Path, tmp_path: Pa
         assert base.name.startswith("version-1-"), "the second push did not write the base weights again"
         before = bits_of(worker)
         kill(worker)
-    with worker_of(model, folder) as worker, worker_of(model, tmp_path / "other") as other:
+    others = worker_of(model, tmp_path / "other", **settings)
+    with worker_of(model, folder, **settings) as worker, others as other:
         assert bits_of(worker) == before != bits_of(other)
         with WeightPublisher() as publisher:
             publisher.connect([worker.address, other.address])

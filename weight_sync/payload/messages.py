@@ -135,6 +135,8 @@ class Weights(Message):
       omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps its
       current values of these parameters.
     - `renamed`, `respelled`, `left_out`: how the trainer's names become the names in `shapes` (`spellings.own_name`).
+    - `quantization`: the format in which the worker stores weights, such as `fp8`, or `none`. It quantizes what is
+      pushed. The checksums of base weights in a push of adapters are those of the rounded values.
     - `adapters`: the version of each named adapter that the worker serves.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
@@ -155,6 +157,7 @@ class Weights(Message):
     renamed: dict[str, str] = {}
     respelled: dict[str, str] = {}
     left_out: tuple[str, ...] = ()
+    quantization: str = "none"
     weight_version: Count
     adapters: dict[str, Count] = {}
     push_id: PushId | None

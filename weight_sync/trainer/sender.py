@@ -361,7 +361,9 @@ class WeightSender:
         if adapters is None:
             load = _Load(common, None, tensors.mapping, tensors, rename)
         else:
-            told = adapters.describe(common, tensors, self._sent.checksums, rename)
+            if adapters.is_alone:
+                _check_quantization(workers, replies)
+            told = adapters.describe(common, tensors, self._sent.checksums, rename, common.quantization)
             load = _Load(with_adapters(common, told), told, adapters.sent, tensors, rename)
         if self._chain is not None:
             return self._push_by_chain(self._chain, transaction, load)
@@ -610,6 +612,17 @@ def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
     lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
     found = enumerate(zip(lenders, replies, strict=True))
     return {position: lender for position, (lender, reply) in found if reply.kin is not None and lender != position}
+
+
+def _check_quantization(workers: PushTargets, replies: Sequence[Weights]) -> None:
+    """Raise PushError if the workers quantize differently, so that the base weights of adapters differ."""
+    (first, *others) = replies
+    for address, other in zip(workers.addresses[1:], others, strict=True):
+        if other.quantization != first.quantization:
+            raise PushError(
+                f"adapters: worker {address} stores weights in {other.quantization}, but {workers.addresses[0]} in "
+                f"{first.quantization}, so their base weights differ; use a separate publisher for each kind of worker"
+            )
 
 
 def _common(workers: PushTargets, replies: Sequence[Weights]) -> Weights:

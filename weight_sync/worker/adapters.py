@@ -78,7 +78,11 @@ class Merging:
 
     def _merge(self, name: str) -> None:
         with self._guarded():
-            if not self._staging.merge(name) and self._reject_nonfinite:
+            try:
+                is_finite = self._staging.merge(name)
+            except ValueError as error:
+                raise PushError(f"tensor {name}: the sum with its adapter: {error}") from None
+            if not is_finite and self._reject_nonfinite:
                 raise PushError(
                     f"tensor {name}: the sum with its adapter has infinities or NaN (set reject_nonfinite=False to "
                     "accept them); nothing of this push is served"

@@ -77,7 +77,9 @@ class StagingArea(Protocol):
         ...
 
     def merge(self, name: str) -> bool:
-        """Merge a parameter with its adapter, if any. Return False if the result is not finite."""
+        """Merge a parameter with its adapter, if any. Return False if the result is not finite. Raise ValueError for a
+        sum that a quantized parameter cannot store.
+        """
         ...
 
 
@@ -91,16 +93,25 @@ class BaseStagingArea(StagingArea, Protocol):
         ...
 
 
+class Kept(Protocol):
+    """A tensor, or the codes of a quantized one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def to_dense(self) -> torch.Tensor: ...
+
+
 class KeptBase(Protocol):
     """The weights that a worker had before any adapter was added. `checksums`: the checksums computed so far, by
-    parameter. `kept`: the values of the parameters that adapters changed. These tensors never change.
+    parameter. `kept`: the values of the parameters that adapters changed. They never change.
     """
 
     @property
     def checksums(self) -> dict[str, int]: ...
 
     @property
-    def kept(self) -> Mapping[str, torch.Tensor]: ...
+    def kept(self) -> Mapping[str, Kept]: ...
 
 
 class AdapterDestination(Protocol):
@@ -133,8 +144,11 @@ class Destination(Parameters, Protocol):
     `respelled`, `left_out`: see `Weights`.
 
     `commit_note`: why commits take longer than necessary, or an empty string. `optional_note`: which parameters the
-    last push lacked, or an empty string.
+    last push lacked, or an empty string. `quantization`: see `Weights`.
     """
+
+    @property
+    def quantization(self) -> str: ...
 
     @property
     def kin(self) -> str | None: ...

@@ -38,7 +38,7 @@ from ..payload.manifest import ROW_MULTIPLE, DiskSource, own_dtypes, spellings_o
 from ..payload.tensors import dtypes_of, host_chunks, raw_bytes
 from ..transports.disk import FolderReader, FolderWriter
 from ..transports.policy import PushPolicy
-from .assembly import Assembly, Destination, StagingArea, content_of
+from .assembly import Assembly, Destination, Kept, StagingArea, content_of
 from .saved_folder import SavedFolder, SavedPush, SavedRecord
 
 CHUNK_BYTES = 4 * 2**20
@@ -92,10 +92,10 @@ class SaverState:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """Weights to be saved. `base`: the tensors of the weights before adapters were added, by name."""
+    """Weights to be saved. `base`: the weights before adapters were added, by name."""
 
     push: SavedPush
-    base: Mapping[str, torch.Tensor]
+    base: Mapping[str, Kept]
 
 
 class _Interrupted(Exception):
@@ -107,14 +107,14 @@ class _SavedBase:
     adapters need not write them again. Keeps no tensor alive.
     """
 
-    def __init__(self, push: SavedPush, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, push: SavedPush, weights: Mapping[str, Kept]) -> None:
         self.push = push
-        self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+        self._weights = {name: weakref.ref(weight) for name, weight in weights.items()}
 
-    def has(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether these are the very tensors that were written. They never change once they are committed."""
-        same = self._tensors
-        return tensors.keys() == same.keys() and all(same[name]() is tensor for name, tensor in tensors.items())
+    def has(self, weights: Mapping[str, Kept]) -> bool:
+        """Return whether these are the very weights that were written. They never change once they are committed."""
+        same = self._weights
+        return weights.keys() == same.keys() and all(same[name]() is weight for name, weight in weights.items())
 
 
 class Saver(threading.Thread):
@@ -202,10 +202,10 @@ class Saver(threading.Thread):
                 assembly.take(piece, content_of(piece, data), nullcontext)
         assembly.finish()
         if record.base is not None:
-            base = self._load_base(record.base)
-            staging.keep_base(base)
-            self._base = _SavedBase(record.base, base)
+            staging.keep_base(self._load_base(record.base))
         engine.commit_weights(staging, record.push.weight_version, "recompute")
+        if record.base is not None:
+            self._base = _SavedBase(record.base, self._weights.base.kept)
 
     def _load_base(self, push: SavedPush) -> dict[str, torch.Tensor]:
         """Return the saved weights before adapters, in host memory."""
@@ -308,10 +308,10 @@ class Saver(threading.Thread):
         if self._base is not None and self._base.has(order.base):
             return self._base
         dtype_of = dtypes_of(self._weights)
-        shapes = {name: tuple(tensor.shape) for name, tensor in order.base.items()}
+        shapes = {name: tuple(weight.shape) for name, weight in order.base.items()}
         with closing(self._new_folder(self._folder.base, order.push, shapes)) as writer:
-            for name, tensor in order.base.items():
-                for _, chunk in host_chunks(tensor, dtype_of(name)):
+            for name, weight in order.base.items():
+                for _, chunk in host_chunks(weight.to_dense(), dtype_of(name)):
                     self._check(order)
                     writer.append(name, raw_bytes(chunk))
             writer.finish()

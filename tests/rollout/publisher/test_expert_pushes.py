@@ -55,6 +55,7 @@ def serving(folder: Path, address: str, **settings: Any) -> Iterator[Engine]:
     yield engine
     running.worker.drain()
     running.join()
+    engine.close()
 
 
 @contextmanager

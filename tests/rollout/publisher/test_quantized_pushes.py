@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from adapters import ATTENTION, adapt
+from adapters import adapt, load
 from matrix import thinned
-from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.errors import ConfigError, PushError
-from trueroll.kernels.precision import roundings, with_quantization
+from trueroll.kernels.cache_formats import CACHE_FORMATS
+from trueroll.kernels.precision import roundings
 from trueroll.kernels.quantization import FORMATS
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout import RolloutClient, SamplingParams
@@ -28,31 +29,51 @@ from .test_expert_pushes import assert_equal, dense, publishing, serving
 
 PROMPT, PARAMS = list(range(3, 13)), SamplingParams(n=2, max_tokens=6, ignore_eos=True)
 STEPS = 20
+FAMILIES = ("llama", "qwen3_moe", "qwen3_5", "deepseek_v3")
+
+
+IN_EVERY_RUN = (
+    *(("llama", "quantization", name) for name in ("fp8", "int8", "nvfp4")),
+    ("llama", "kv_cache_dtype", "int8"),
+    ("deepseek_v3", "kv_cache_dtype", "fp8"),
+)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in which the rows of some matrices do not fill whole blocks of 128."""
-    return make_tiny_model("llama", tmp_path_factory.mktemp("model"), intermediate_size=320)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """In the model `llama`, the rows of some matrices do not fill whole blocks of 128."""
+    parent, sizes = tmp_path_factory.mktemp("models"), {"llama": dict(intermediate_size=320)}
+    return {family: make_tiny_model(family, parent / family, **sizes.get(family, {})) for family in FAMILIES}
 
 
-def trainer_of(folder: Path, setting: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    align(model, quantization=setting)
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["llama"]
+
+
+def trainer_of(folder: Path, quantization: str = "none", kv_cache_dtype: str = "auto") -> Any:
+    model = load(folder, torch.float32)
+    align(model, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     return model
 
 
-@pytest.mark.parametrize("setting", FORMATS)
-@thinned(lambda setting: setting in ("fp8", "int8", "nvfp4"))
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [*product(["quantization"], FORMATS), *product(["kv_cache_dtype"], CACHE_FORMATS)],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+@thinned(lambda family, kind, setting: (family, kind, setting) in IN_EVERY_RUN)
 def test_bits_are_equal_after_twenty_optimizer_steps(
-    folder: Path, tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], tmp_path: Path, family: str, kind: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer has float32 parameters under autocast, and large matrices come in several buckets."""
     monkeypatch.setitem(BUCKET_BYTES, "shared", 2**16)
-    address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, setting)
+    settings: dict[str, Any] = {kind: setting}
+    folder, address = folders[family], f"ipc://{tmp_path}/worker"
+    model, plain = trainer_of(folder, **settings), trainer_of(folder)
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     with (
-        serving(folder, address, dtype="bfloat16", quantization=setting) as engine,
+        serving(folder, address, dtype="bfloat16", **settings) as engine,
         publishing(address, "shared") as to,
         RolloutClient(address) as client,
     ):
@@ -64,23 +85,28 @@ def test_bits_are_equal_after_twenty_optimizer_steps(
                 found = token_log_probs(model, ids)[:, len(PROMPT) :]
             sampled = np.stack([sample.logprobs for sample in group.samples if sample.logprobs is not None])
             assert found.detach().numpy().tobytes() == sampled.tobytes()
+            if version == 1:
+                with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                    unrounded = token_log_probs(plain, ids)[:, len(PROMPT) :]
+                assert unrounded.numpy().tobytes() != sampled.tobytes(), "premise: the format changes values"
             seen.append(sampled.tobytes())
             (found * torch.tensor([[1.0], [-1.0]])).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         assert len(set(seen)) == STEPS, "premise: each step changes the samples"
         to.push(model, STEPS + 1)
-        rounded = roundings(with_quantization(model._aligned.spec, setting))
-        pushed = {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
+        rounded = roundings(model._aligned.spec)
+        tensors, dtype_of = model.state_dict(), engine.weights.dtype_of
+        pushed = {name: tensors[name].to(dtype_of(name)) for name in engine.weights.shapes}
         expected = {name: rounded[name](each) if name in rounded else each for name, each in pushed.items()}
-        assert any(not torch.equal(expected[name], pushed[name]) for name in rounded), "premise: values are rounded"
-        assert_equal(dense(engine), {name: expected[name] for name in engine.weights.shapes})
-        whole = sum(each.nbytes for each in pushed.values())
-        assert engine.weights.num_bytes < whole
+        assert_equal(dense(engine), expected)
+        if kind == "quantization":
+            assert any(not torch.equal(expected[name], pushed[name]) for name in rounded), "premise: values are rounded"
+            assert engine.weights.num_bytes < sum(each.nbytes for each in pushed.values())
 
 
 def test_what_cannot_be_quantized_is_refused(folder: Path, tmp_path: Path) -> None:
-    """NaN, single elements and adapters. The old weights are served."""
+    """NaN and single elements. The old weights are served."""
     address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "fp8")
     with (
         serving(folder, address, dtype="bfloat16", quantization="fp8") as engine,
@@ -97,9 +123,6 @@ def test_what_cannot_be_quantized_is_refused(folder: Path, tmp_path: Path) -> No
         with publishing(address, "shared", reject_nonfinite=False) as plain:
             with pytest.raises(PushError, match=r"up_proj.weight: 1 of \d+ values are NaN or infinite, which fp8"):
                 plain.push(model, 2)
-            adapted = adapt(folder, target_modules=ATTENTION)
-            with pytest.raises(PushError, match="a worker with weights in fp8 does not keep the base weights"):
-                plain.push(adapted, 2, adapters=True)
         assert_equal(dense(engine), before)
         assert client.health().weight_version == 1
 
@@ -143,8 +166,3 @@ def test_formats_that_do_not_keep_values_are_not_saved(setting: Any, tmp_path: P
     check_saving(WorkerConfig(save_folder=str(tmp_path)), EngineConfig(model="m", quantization="fp8"))
     with pytest.raises(ConfigError, match=f"quantization: {setting} is not supported in a fleet"):
         split_settings(dict(model="m", num_workers=1, quantization=setting))
-
-
-def test_named_adapters_need_weights_that_are_not_quantized() -> None:
-    with pytest.raises(ConfigError, match="adapter_bytes must be 0 with quantized weights .*quantization fp8"):
-        EngineConfig(model="m", adapter_bytes=1, quantization="fp8")

@@ -7,12 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.drive import generate, run, tokens
+from engine.test_parallel import engine_of
 from typer.testing import CliRunner
 from vision_models import make_vision_model
 
 from tiny import make_tiny_model
+from trueroll.engine.config import EngineConfig
 from trueroll.errors import ConfigError
+from trueroll.kernels.cpu.backend import HEAD_SECTION
 from trueroll.rollout.tools import cli
+from trueroll.rollout.tools.plan import _Asked
+
+OF_27B: dict[str, Any] = dict(
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    head_dim=64,
+    linear_num_key_heads=4,
+    linear_num_value_heads=12,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    vocab_size=2 * HEAD_SECTION,
+)
 
 
 def rows(*arguments: str) -> dict[str, list[str]]:
@@ -92,6 +111,40 @@ def test_a_stage_holds_its_layers(tmp_path: Path) -> None:
     one, two = (rows(model, "--memory", "0.25", "--pipeline-parallel-size", size) for size in ("1", "2"))
     assert float(two["KV blocks"][1]) == pytest.approx(float(one["KV blocks"][1]) / 2, abs=1e-4)
     assert 0.4 < float(two["weights"][2]) / float(one["weights"][2]) < 0.6, "a stage has half of the layers"
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_worker_with_formats_on_two_ranks_holds_what_was_planned(tmp_path: Path) -> None:
+    """The model has the proportions of Qwen3.5-27B: three delta nets for each attention, six queries for each key-value
+    head, three values for each key of a delta net. Each rank has half of the head, and
+    whole blocks of each matrix.
+    """
+    model = str(make_tiny_model("qwen3_5", tmp_path / "model", **OF_27B))
+    shared: dict[str, Any] = dict(dtype="bfloat16", max_num_seqs=4, block_size=16)
+    shared |= dict(max_num_batched_tokens=64, tensor_parallel_size=2)
+    formats = dict(quantization="awq", kv_cache_dtype="int8")
+    asked = [
+        _Asked.of(EngineConfig(model=model, kv_memory_fraction=1.0, **shared, **given), 2**24, None)
+        for given in ({}, formats)
+    ]
+    plain, planned = (each.plan() for each in asked)
+    pools, budget = planned.kv_bytes + planned.state_bytes, 2**24 - asked[1].weights - asked[1].scratch
+    sizes: dict[str, Any] = dict(num_blocks=None, state_interval=None, state_budget=None)
+    del shared["tensor_parallel_size"]
+    with engine_of(model, 2, **(shared | sizes | formats), kv_memory=budget) as engine:
+        info, held = engine.info, engine.memory()
+        [output] = run(engine, [generate("a", tokens(40), max_tokens=4)]).values()
+    assert len(output.token_ids) == 4
+    assert (info.quantization, info.kv_cache_dtype, info.tensor_parallel_size) == ("awq", "int8", 2)
+    assert info.weight_bytes == asked[1].weights and info.token_bytes * 16 == planned.sizes.block
+    assert (info.num_blocks, info.live_states) == (planned.num_blocks, planned.live_states)
+    assert (info.checkpoints, info.state_interval) == (planned.checkpoints, planned.state_interval)
+    assert (info.kv_bytes, info.state_bytes) == (planned.kv_bytes, planned.state_bytes)
+    assert held["kv_cache"] == 2 * pools, "of both ranks"
+    assert info.weight_bytes < held["weights"] < 2 * info.weight_bytes, "both ranks use the same embeddings"
+    head = OF_27B["head_dim"]
+    assert planned.sizes.block / plain.sizes.block == (head + 4) / (2 * head), "two float16 numbers for each vector"
+    assert asked[1].weights < 0.45 * asked[0].weights, "codes of 4 bits, beside other weights in bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Copies of weights, which an engine keeps beside its live weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .quantization import format_of
+from .rounded import RoundedWeight
+from .shards import Shard, Shards
+from .stacks import Stack
+
+
+def copy_of(weight: Any, device: torch.device) -> Any:
+    """Return a copy of a weight, in memory of its own.
+
+    A quantized weight keeps its codes, or its rounded values where it has no codes, so the copy takes as much memory as
+    the weight. Written back with `copy_`, it gives the same bits; values that are quantized again may give others.
+    The copy of a plain weight is a tensor on `device`.
+    """
+    if format_of(weight) is None:
+        return weight.to_dense().to(device, copy=True)
+    if isinstance(weight, Shards):
+        return Shards([copy_of(shard, device) for shard in weight.shards])
+    if isinstance(weight, Shard):
+        return Shard(copy_of(weight.own, device), weight.slice)
+    if isinstance(weight, Stack):
+        return Stack(copy_of(weight.matrix, device), weight.own_shape, weight.layout)
+    if isinstance(weight, RoundedWeight):
+        return weight.copied(device)
+    return weight.copied()
+
+
+def on_device(weight: Any, device: torch.device) -> Any:
+    """Return a copy that `copy_of` made if it is on another device; otherwise the weight itself."""
+    return weight if device_of(weight) == device else copy_of(weight, device)
+
+
+def device_of(weight: Any) -> torch.device:
+    """Return the device of a copy that `copy_of` made. Codes are always in host memory."""
+    if isinstance(weight, Tensor):
+        return weight.device
+    if isinstance(weight, Shards):
+        return device_of(weight.shards[0])
+    if isinstance(weight, Shard):
+        return device_of(weight.own)
+    if isinstance(weight, Stack):
+        return device_of(weight.matrix)
+    return device_of(weight.plain) if isinstance(weight, RoundedWeight) else torch.device("cpu")
