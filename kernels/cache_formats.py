@@ -51,6 +51,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from .quantization import divided
+
 AUTO = "auto"
 """The setting for a cache in the dtype of the model."""
 LEAST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
@@ -108,12 +110,12 @@ def encode(x: Tensor, format: CacheFormat) -> Coded:
     wide = x.detach().float()
     is_finite = wide.isfinite().all(-1, keepdim=True)
     if not format.has_zeros:
-        scales = _scales(wide.abs().amax(-1, keepdim=True) / _LARGEST_E4M3, is_finite)
+        scales = _scales(divided(wide.abs().amax(-1, keepdim=True), _LARGEST_E4M3), is_finite)
         quotients = (wide / scales.float()).clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
         numbers = torch.where(is_finite, quotients, 0.0)
         return Coded(numbers.to(torch.float8_e4m3fn).view(torch.uint8), scales, None)
     least, most = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
-    scales = _scales((most - least) / _LARGEST_CODE, is_finite)
+    scales = _scales(divided(most - least, _LARGEST_CODE), is_finite)
     zeros = (least.clamp(-LARGEST_SCALE, LARGEST_SCALE).half() + 0.0).masked_fill(~is_finite, torch.nan)
     quotients = ((wide - zeros.float()) / scales.float()).round().clamp(0.0, _LARGEST_CODE)
     return Coded(torch.where(is_finite, quotients, 0.0).to(torch.uint8), scales, zeros)

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .quantization import LARGEST, LEAST_SCALE, MOST, Format, Quantized, quantize, refuse_elements
+from .quantization import LARGEST, LEAST_SCALE, MOST, Format, Quantized, divided, quantize, refuse_elements
 
-MOST_COLUMNS = (2**31 - 1) // 127**2
+MOST_COLUMNS = (2**31 - 1) // (127 * 128)  # published codes of weights may be -128
 """A matrix with quantized activations has at most this number of columns, so that sums are integers of 32 bits."""
 
 _SLICE = 2**22  # elements of a matrix that are converted to float64 at a time
@@ -65,8 +65,7 @@ def quantize_rows(x: Tensor, peaks: Tensor | None = None) -> CodedRows:
     rows.
     """
     peaks = row_peaks(x) if peaks is None else peaks
-    # On a GPU, torch multiplies by the reciprocal of a number, but divides by a tensor.
-    scales = (peaks / torch.full_like(peaks, LARGEST["int8"])).clamp_(LEAST_SCALE, MOST / LARGEST["int8"])
+    scales = divided(peaks, LARGEST["int8"]).clamp_(LEAST_SCALE, MOST / LARGEST["int8"])
     numbers = (x.float() / scales[:, None]).clamp_(-LARGEST["int8"], LARGEST["int8"]).round_()
     return CodedRows(numbers.where(scales.isfinite()[:, None], 0.0), scales)
 
@@ -123,6 +122,11 @@ class CodedWeight:
     def narrow(self, dim: int, start: int, length: int) -> CodedWeight:
         """Return rows [start, start + length) as a weight that shares this weight's memory. `dim` is 0."""
         codes, scales = (each.narrow(0, start, length) for each in (self.codes, self.scales))
+        return CodedWeight(codes, scales, self.dtype, self.format)
+
+    def copied(self, device: torch.device) -> CodedWeight:
+        """Return a copy on `device`, in memory of its own."""
+        codes, scales = (each.to(device, copy=True) for each in (self.codes, self.scales))
         return CodedWeight(codes, scales, self.dtype, self.format)
 
     def to_dense(self) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dynamic import CodedWeight
 from .quantization import format_of
 from .rounded import RoundedWeight
 from .shards import Shard, Shards
@@ -28,7 +29,7 @@ def copy_of(weight: Any, device: torch.device) -> Any:
         return Shard(copy_of(weight.own, device), weight.slice)
     if isinstance(weight, Stack):
         return Stack(copy_of(weight.matrix, device), weight.own_shape, weight.layout)
-    if isinstance(weight, RoundedWeight):
+    if isinstance(weight, RoundedWeight | CodedWeight):
         return weight.copied(device)
     return weight.copied()
 
@@ -39,7 +40,7 @@ def on_device(weight: Any, device: torch.device) -> Any:
 
 
 def device_of(weight: Any) -> torch.device:
-    """Return the device of a copy that `copy_of` made. Codes are always in host memory."""
+    """Return the device of a copy that `copy_of` made. The codes of native kernels are always in host memory."""
     if isinstance(weight, Tensor):
         return weight.device
     if isinstance(weight, Shards):
@@ -48,4 +49,6 @@ def device_of(weight: Any) -> torch.device:
         return device_of(weight.own)
     if isinstance(weight, Stack):
         return device_of(weight.matrix)
+    if isinstance(weight, CodedWeight):
+        return weight.codes.device
     return device_of(weight.plain) if isinstance(weight, RoundedWeight) else torch.device("cpu")

@@ -268,15 +268,15 @@ def _scales(peaks: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
         return shared.masked_fill_(peaks == 0, -127).add_(127).to(torch.uint8), None
     if format.scale == "e4m3":
         most = _over_rows(peaks.amax(1, keepdim=True), ROWS).flatten()
-        row_scales = _divided(most, LARGEST["e4m3"] * largest).clamp_(min=LEAST_SCALE)
-        wanted = _divided(peaks, largest) / row_scales[:, None]
+        row_scales = divided(most, LARGEST["e4m3"] * largest).clamp_(min=LEAST_SCALE)
+        wanted = divided(peaks, largest) / row_scales[:, None]
         return wanted.clamp_(max=LARGEST["e4m3"]).to(torch.float8_e4m3fn), row_scales
-    return _divided(peaks, largest).clamp_(LEAST_SCALE, MOST / largest), None
+    return divided(peaks, largest).clamp_(LEAST_SCALE, MOST / largest), None
 
 
 def _float16_scales(low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Return the scales and the zero points of groups with these smallest and largest numbers."""
-    scales = _divided(high - low, LARGEST["int4"]).clamp_(min=_LEAST_FLOAT16_SCALE).half()
+    scales = divided(high - low, LARGEST["int4"]).clamp_(min=_LEAST_FLOAT16_SCALE).half()
     if num_bad := int(scales.isinf().sum()):
         raise ValueError(
             f"{num_bad} blocks of {len(scales)} rows have values that are too far apart for a float16 scale, which "
@@ -285,7 +285,7 @@ def _float16_scales(low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, 
     return scales, (-low / scales.float()).round_().clamp_(0, LARGEST["int4"])
 
 
-def _divided(tensor: Tensor, number: float) -> Tensor:
+def divided(tensor: Tensor, number: float) -> Tensor:
     """Return the quotients, rounded once. On a GPU, torch divides by a Python number through its rounded reciprocal."""
     return tensor / torch.full_like(tensor, number)
 

@@ -61,7 +61,7 @@ SPEC = {"specs", "contract"}
 KERNELS = {
     "__init__": set(),
     "quantization": set(),
-    "cache_formats": set(),
+    "cache_formats": {"quantization"},
     "specs": {"cache_formats", "quantization", "spellings"},
     "journal": set(),
     "contract": {"cache_formats", "journal", "quantization", "specs"},
@@ -71,7 +71,7 @@ KERNELS = {
     "stacks": {"contract", "quantization"},
     "rounded": {"contract", "quantization"},
     "shards": {"quantization", "rounded", "specs", "stacks"},
-    "keeping": {"quantization", "rounded", "shards", "stacks"},
+    "keeping": {"dynamic", "quantization", "rounded", "shards", "stacks"},
     "layer": SPEC | {"cache_formats", "stacks"},
     "pieces": {"layer", "specs"},
     "precision": {"cache_formats", "dynamic", "layer", "quantization", "specs", "stacks", "stored"},
