@@ -16,8 +16,8 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-verl-all test-clients test-agents \
-	test-newest test-floors test-wheel environments fuzz siege chaos drafts images sessions compare-vllm lint docs \
-	wheel clean
+	test-newest test-floors test-wheel environments fuzz siege chaos soak drafts images sessions compare-vllm lint \
+	docs wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -78,6 +78,9 @@ siege: .venv/.dev
 chaos: .venv/.dev
 	@$(BIN)/python -P tests/chaos/run.py --rounds 200
 	@$(BIN)/python -P tests/chaos/ranks.py --rounds 100
+
+soak: .venv/.dev
+	@$(BIN)/python examples/benchmarks/soak.py
 
 drafts: .venv/.dev
 	@TRUEROLL_CAMPAIGN_TOKENS=1000000 $(BIN)/pytest -q -s --timeout 0 tests/engine/drafting/test_campaign.py

@@ -38,6 +38,7 @@ class Encodings:
         self.stats = EncodingStats()
         self.under_way: EncodeTask | None = None
         self._ready: OrderedDict[bytes, int] = OrderedDict()
+        self._ready_bytes = 0
         self._needed: dict[bytes, tuple[tuple[int, int], ImageInput]] = {}
 
     def size_of(self, image: ImageInput) -> int:
@@ -47,7 +48,7 @@ class Encodings:
     @property
     def num_bytes(self) -> int:
         """The bytes of all rows, including the rows that are being computed."""
-        return sum(self._ready.values()) + (0 if self.under_way is None else self.size_of(self.under_way.image))
+        return self._ready_bytes + (0 if self.under_way is None else self.size_of(self.under_way.image))
 
     def begin_plan(self) -> None:
         """Forget which images the previous plan needed."""
@@ -81,7 +82,7 @@ class Encodings:
         if free < self.size_of(image):
             return None
         for other in evicted:
-            del self._ready[other]
+            self._ready_bytes -= self._ready.pop(other)
         self.stats.evictions += len(evicted)
         self.under_way = EncodeTask(image, evicted)
         return self.under_way
@@ -89,12 +90,15 @@ class Encodings:
     def finish(self) -> None:
         """Record that the image that was being encoded is now encoded."""
         assert self.under_way is not None
-        self._ready[self.under_way.image.content_hash] = self.size_of(self.under_way.image)
+        size = self.size_of(self.under_way.image)
+        self._ready[self.under_way.image.content_hash] = size
+        self._ready_bytes += size
         self.stats.encoded += 1
         self.under_way = None
 
     def clear(self) -> None:
         """Forget all rows, and the image that is being encoded."""
         self._ready.clear()
+        self._ready_bytes = 0
         self._needed.clear()
         self.under_way = None

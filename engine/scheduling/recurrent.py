@@ -48,6 +48,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -93,10 +94,11 @@ class StateSlots:
         self._free = list(reversed(range(num_slots)))
         self._ready: OrderedDict[Entry, int] = OrderedDict()
 
-    @property
-    def num_available(self) -> int:
-        """The number of slots available to live states: free slots, and checkpoints that can be evicted."""
-        return len(self._free) + sum(self._references[slot] == 1 for slot in self._ready.values())
+    def has_available(self, count: int) -> bool:
+        """Return whether `count` slots are free, or hold checkpoints that can be evicted."""
+        evictable = (slot for slot in self._ready.values() if self._references[slot] == 1)
+        missing = max(0, count - len(self._free))
+        return sum(1 for _ in islice(evictable, missing)) == missing
 
     def take(self) -> int | None:
         """Return a slot for a live state, or None if all slots are in use.
@@ -342,7 +344,7 @@ class RecurrentStates:
         """
         lanes, lane = self._lanes, parent.lane
         is_own = lanes.states.source[lane] == lanes.states.slot[lane]
-        if self.slots.num_available < 1 + is_own:
+        if not self.slots.has_available(1 + bool(is_own)):
             return None
         if is_own:
             lanes.states.slot[lane] = lanes.states.target[lane] = self._taken()

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from heapq import heappop, heappush
+from operator import attrgetter
 
 import numpy as np
 
@@ -40,6 +42,8 @@ from .recurrent import NO_CHECKPOINTS, NO_SLOTS, Intervals, RecurrentStates, Slo
 from .sequence import Chunks, Generation, Lanes, Sequence
 
 _Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
+_MOST_GONE = 1024
+"""How many more keys than twice the number of ready sequences the heap of `Waiting` holds."""
 
 
 class SharedPrompts:
@@ -102,9 +106,8 @@ class SchedulerStats:
     deferred_admissions: int = 0
 
 
-def order_of(sequence: Sequence) -> tuple[int, int]:
-    """Return the sort key of a sequence. Each sequence has a different key."""
-    return sequence.order
+order_of: Callable[[Sequence], tuple[int, int]] = attrgetter("order")
+"""The sort key of a sequence. Each sequence has a different key."""
 
 
 def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
@@ -115,18 +118,20 @@ def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 class Waiting:
-    """The waiting sequences: the sorted list `ready`, and the sequences that are set aside until a block is published.
+    """The waiting sequences: ready sequences, and sequences that are set aside until a block is published.
 
     To decide whether a ready sequence can start, the scheduler hashes the sequence's prompt. Sequences that are set
-    aside are not considered, so they cost no time.
+    aside are not considered, so they cost no time. Each change takes time proportional to the logarithm of the number
+    of sequences.
     """
 
     def __init__(self) -> None:
-        self.ready: list[Sequence] = []
+        self._ready: dict[tuple[int, int], Sequence] = {}
+        self._heap: list[tuple[int, int]] = []  # the keys of `_ready`, and keys of sequences that are no longer ready
         self._aside: dict[bytes, set[Sequence]] = {}  # by the awaited block
 
     def __len__(self) -> int:
-        return len(self.ready) + self.num_aside
+        return len(self._ready) + self.num_aside
 
     @property
     def num_aside(self) -> int:
@@ -135,22 +140,32 @@ class Waiting:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over all waiting sequences, sorted."""
-        return iter(sorted({*self.ready}.union(*self._aside.values()), key=order_of))
+        return iter(sorted({*self._ready.values()}.union(*self._aside.values()), key=order_of))
+
+    @property
+    def first(self) -> Sequence | None:
+        """The ready sequence with the lowest order; None if no sequence is ready."""
+        while self._heap and self._heap[0] not in self._ready:
+            heappop(self._heap)
+        return self._ready[self._heap[0]] if self._heap else None
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to `ready`."""
-        insort(self.ready, sequence, key=order_of)
+        """Make a sequence ready."""
+        self._ready[sequence.order] = sequence
+        heappush(self._heap, sequence.order)
+        if len(self._heap) > 2 * len(self._ready) + _MOST_GONE:
+            self._heap = sorted(self._ready)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, ready or set aside."""
         if sequence.claim is None:
-            remove_from(self.ready, sequence)
+            del self._ready[sequence.order]
         else:
             self._aside[sequence.claim].remove(sequence)
 
     def set_aside(self, sequence: Sequence, claim: bytes) -> None:
         """Set a ready sequence aside until the block with hash `claim` is published or abandoned."""
-        remove_from(self.ready, sequence)
+        self.remove(sequence)
         sequence.claim = claim
         self._aside.setdefault(claim, set()).add(sequence)
 
@@ -159,9 +174,7 @@ class Waiting:
         over = [key for key in self._aside if not is_under_way(key)]
         for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
             sequence.claim = None
-            self.ready.append(sequence)
-        if over:
-            self.ready.sort(key=order_of)
+            self.add(sequence)
 
 
 class Running:
@@ -634,10 +647,9 @@ class Scheduler:
     def _start_waiting(self, plan: _Plan) -> None:
         self.waiting.take_back(self._starter.is_under_way)
         lookups_in_vain = 0
-        while self.waiting.ready and lookups_in_vain < _MOST_LOOKUPS_IN_VAIN:
+        while (sequence := self.waiting.first) is not None and lookups_in_vain < _MOST_LOOKUPS_IN_VAIN:
             if plan.budget == 0 or not self.running.has_room:
                 break
-            sequence = self.waiting.ready[0]
             outcome = self._starter.start(sequence)
             if outcome is Outcome.WAIT_FOR_BLOCKS:
                 break

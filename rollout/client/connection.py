@@ -306,9 +306,9 @@ class Line:
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._listener.connected()
             elif event["event"] == zmq.EVENT_DISCONNECTED:
-                return await self._connect_anew()
+                return await self._connect_anew(monitor)
 
-    async def _connect_anew(self) -> None:
+    async def _connect_anew(self, monitor: Any) -> None:
         """Read the last messages of the closed connection, then connect again."""
         reader = self._tasks["read"]
         await asyncio.sleep(SETTLE_SECONDS)
@@ -317,6 +317,7 @@ class Line:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         self._socket.disable_monitor()
+        monitor.close(linger=0)  # the event loop still refers to it
         self._socket.close(linger=0)
         self._connect()
 

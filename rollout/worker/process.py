@@ -22,6 +22,7 @@ from trueroll.errors import TruerollError
 
 from ...engine.config import EngineConfig
 from ..config import WorkerConfig
+from ..garbage import bound_pauses
 from ..logs import INTERRUPTED, log_to_stderr, tell_interrupted
 from ..protocol.error_codes import told
 from .engine_thread import ServedEngine
@@ -58,6 +59,7 @@ def serve(
     `on_ready`: called with the address and the engine's info. Raises the errors of `Worker` and `Worker.run`.
     """
     raise_descriptor_limit()
+    bound_pauses()
     worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
     received: set[int] = set()
 

@@ -126,8 +126,9 @@ inline void raise_bound(float* bound, float value) {
     }
 }
 
-// The k highest values of a row with their ids, descending, the lower id first among equal values. The result does not
-// depend on the order in which threads offer values. The result for a row with NaN is arbitrary.
+// The k highest values of a row with their ids. Among equal values, the lower id is higher. The result does not depend on
+// the order in which threads offer values. The result for a row with NaN is arbitrary. Until `sort`, the values are a
+// heap with the lowest value first, so that an offer takes a time proportional to log k.
 struct Highest {
     long k;
     float* values;
@@ -149,23 +150,59 @@ struct Highest {
     }
 
     void offer(float value, int64_t id) {
-        if (count == k && !comes_before(value, id, k - 1)) return;
-        long i = count < k ? count++ : k - 1;
-        for (; i > 0 && comes_before(value, id, i - 1); --i) values[i] = values[i - 1], ids[i] = ids[i - 1];
-        values[i] = value, ids[i] = id;
-        if (count < k || values[k - 1] == -INFINITY) return;
-        const float below = nextafterf(values[k - 1], -INFINITY);
+        if (count < k) {
+            raise(value, id, count++);
+        } else if (k > 0 && is_higher(value, id, 0)) {
+            sink(value, id, 0, k);
+        } else {
+            return;
+        }
+        if (count < k || values[0] == -INFINITY) return;
+        const float below = nextafterf(values[0], -INFINITY);
         __atomic_store(&bound, &below, __ATOMIC_RELAXED);
     }
 
+    // Puts the values in descending order. No value may be offered afterwards.
+    void sort() {
+        for (long end = count - 1; end > 0; --end) {
+            const float last = values[end];
+            const int64_t last_id = ids[end];
+            move(0, end);
+            sink(last, last_id, 0, end);
+        }
+    }
+
   private:
-    bool comes_before(float value, int64_t id, long place) const {
+    bool is_higher(float value, int64_t id, long place) const {
         return value > values[place] || (value == values[place] && id < ids[place]);
+    }
+
+    void move(long from, long to) { values[to] = values[from], ids[to] = ids[from]; }
+
+    // Inserts a value at `place`, the end of the heap, or above it.
+    void raise(float value, int64_t id, long place) {
+        while (place > 0 && !is_higher(value, id, (place - 1) / 2)) {
+            move((place - 1) / 2, place);
+            place = (place - 1) / 2;
+        }
+        values[place] = value, ids[place] = id;
+    }
+
+    // Inserts a value at `place` or below it, in a heap of n values.
+    void sink(float value, int64_t id, long place, long n) {
+        for (long child = 2 * place + 1; child < n; child = 2 * place + 1) {
+            if (child + 1 < n && is_higher(values[child], ids[child], child + 1)) ++child;
+            if (!is_higher(value, id, child)) break;
+            move(child, place);
+            place = child;
+        }
+        values[place] = value, ids[place] = id;
     }
 };
 
 // Converts the highest values to log-probs. A row without a distribution gets fixed ids, independent of the threads.
-inline void finish_statistics(const LogSumExp& all, const Highest& highest, float* entropy) {
+inline void finish_statistics(const LogSumExp& all, Highest& highest, float* entropy) {
+    highest.sort();
     *entropy = all.entropy();
     for (long i = 0; i < highest.k; ++i) {
         highest.values[i] = log_prob(highest.values[i], all.peak, all.total);

@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from matrix import thinned
 
 from trueroll.engine.cache.host_tier import Copies
-from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.cache.prefix_cache import Chain, PrefixCache
 from trueroll.engine.outputs.open_requests import DrawRecord, OpenScore
 from trueroll.engine.request import ScoreRequest
-from trueroll.engine.scheduling.scheduler import Scheduler
+from trueroll.engine.scheduling.scheduler import Scheduler, Waiting
 from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Sequence
 from trueroll.errors import InvalidRequestError
 
@@ -623,7 +623,7 @@ class Sorted(list):
 
 def test_a_sequence_is_removed_without_a_search() -> None:
     driver = Driver(num_blocks=64, block_size=4, max_num_seqs=4, budget=64)
-    driver.scheduler.waiting.ready, driver.scheduler.running.sequences = Sorted(), Sorted()
+    driver.scheduler.running.sequences = Sorted()
     for i in range(12):
         driver.add([i, i + 1], [3])
     driver.step()
@@ -633,6 +633,28 @@ def test_a_sequence_is_removed_without_a_search() -> None:
     driver.recompute()
     assert [sequence.order[0] for sequence in driver.scheduler.waiting] == [0, 1, 3, 4, 6, 7, 8, 10]
     driver.drain()
+
+
+def test_sequences_that_leave_and_return_keep_their_order_and_leave_nothing_behind() -> None:
+    chance, waiting = random.Random(0), Waiting()
+    sequences = [Sequence((i // 2, i % 2), array("i", [i]), 1, Chain(0, b""), Generation([])) for i in range(3000)]
+    chance.shuffle(sequences)
+    for sequence in sequences:
+        waiting.add(sequence)
+    for _ in range(20):  # each leaves several times, before it has been the first
+        for sequence in sequences[::2]:
+            waiting.remove(sequence)
+        for sequence in sequences[::2]:
+            waiting.add(sequence)
+    assert len(waiting._heap) <= 2 * len(sequences) + 1024
+    for sequence in sequences[1::2]:
+        waiting.remove(sequence)
+    left = sorted(sequences[::2], key=lambda each: each.order)
+    assert [*waiting] == left and len(waiting) == len(left)
+    for sequence in left:
+        assert waiting.first is sequence
+        waiting.remove(sequence)
+    assert waiting.first is None and not waiting._heap
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -487,6 +488,21 @@ def test_after_a_cut_the_client_reconnects_and_gets_everything_once(worker: Work
             check_group(group, 3)
         assert len(results) == 2 and len(engine.requests) == 2
         assert client.stats().service["joined"] == 2
+
+
+def test_lost_connections_leave_no_open_file(worker: WorkerOnThread) -> None:
+    with proxied(worker) as proxy, RolloutClient(proxy.address) as client:
+        sockets, num_open = list[object](), list[int]()
+        for _ in range(5):
+            assert client.health().state == "ready"
+            line = client.asynchronous._connection._line
+            sockets.append(line._socket)
+            num_open.append(len(os.listdir("/proc/self/fd")))
+            proxy.cut()
+            while line._socket is sockets[-1]:
+                time.sleep(0.01)
+        assert len({id(each) for each in sockets}) == 5, "premise: each cut ended a connection"
+        assert max(num_open[1:]) <= num_open[1], num_open
 
 
 def test_the_last_replies_of_a_worker_arrive_even_if_the_client_is_busy(engine: FakeEngine) -> None:
