@@ -114,8 +114,8 @@ class QuantizedWeight:
 
     def copied(self) -> QuantizedWeight:
         """Return a weight with a copy of the codes and scales, in new memory."""
-        of_whole = self._first, self._whole_rows
-        return QuantizedWeight(self.shape, self.dtype, self.format, self.unit, self.data.clone(), *of_whole)
+        shape, of_whole = (self.shape[0], self.shape[1]), (self._first, self._whole_rows)
+        return QuantizedWeight(shape, self.dtype, self.format, self.unit, self.data.clone(), *of_whole)
 
     def to_dense(self) -> Tensor:
         """Return a plain tensor [rows, columns] with the same values."""

@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def report() -> ModuleType:
     return module
 
 
-def law(report: ModuleType, costs: list[float]) -> object:
+def law(report: ModuleType, costs: list[float]) -> Any:
     sizes = [10**i for i in range(len(costs))]
     return report.Law("topic: law", "thing", sizes, [float(size) for size in sizes], costs)
 

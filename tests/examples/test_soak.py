@@ -42,7 +42,7 @@ def good(soak: ModuleType) -> Any:
     return records
 
 
-def changed(held: Any, **change: Callable[[Any], int]) -> Any:
+def changed(held: Any, **change: Callable[[Any], float]) -> Any:
     values = {name: getattr(held, name) for name in ("seconds", "memory", "descriptors", "threads")}
     return type(held)(**values | {name: int(function(held)) for name, function in change.items()})
 

@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer_of(folder: Path, setting: str, seed: int = 0, **config: Any) -> Any:
-    model = adapt(folder, seed=seed, **dict(target_modules="all-linear") | config)
+    settings: dict[str, Any] = dict(target_modules="all-linear") | config
+    model = adapt(folder, seed=seed, **settings)
     align(model, quantization=setting)
     return model
 

@@ -42,7 +42,8 @@ IN_EVERY_RUN = (
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """In the model `llama`, the rows of some matrices do not fill whole blocks of 128."""
-    parent, sizes = tmp_path_factory.mktemp("models"), {"llama": dict(intermediate_size=320)}
+    parent = tmp_path_factory.mktemp("models")
+    sizes: dict[str, dict[str, Any]] = {"llama": dict(intermediate_size=320)}
     return {family: make_tiny_model(family, parent / family, **sizes.get(family, {})) for family in FAMILIES}
 
 

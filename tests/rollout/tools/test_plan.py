@@ -122,7 +122,7 @@ def test_a_worker_with_formats_on_two_ranks_holds_what_was_planned(tmp_path: Pat
     model = str(make_tiny_model("qwen3_5", tmp_path / "model", **OF_27B))
     shared: dict[str, Any] = dict(dtype="bfloat16", max_num_seqs=4, block_size=16)
     shared |= dict(max_num_batched_tokens=64, tensor_parallel_size=2)
-    formats = dict(quantization="awq", kv_cache_dtype="int8")
+    formats: dict[str, Any] = dict(quantization="awq", kv_cache_dtype="int8")
     asked = [
         _Asked.of(EngineConfig(model=model, kv_memory_fraction=1.0, **shared, **given), 2**24, None)
         for given in ({}, formats)
