@@ -25,7 +25,7 @@ DeepSeek-V3 Technical Report (2024) for `fp8`; AWQ (Lin et al. 2023, arXiv 2306.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -72,6 +72,10 @@ class Format:
     def bits(self) -> int:
         """The bits of a code."""
         return 8 if self.element in ("e4m3", "int8") else 4
+
+    def stores(self, other: Format) -> bool:
+        """Return whether the codes and scales of another format are those of this format: only activations differ."""
+        return replace(self, name=other.name, activations=other.activations) == other
 
     def group(self, columns: int) -> int:
         """Return the number of columns that share a scale, in a matrix with this many columns."""

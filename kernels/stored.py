@@ -142,7 +142,17 @@ def _compressed(found: Mapping[str, Any]) -> Stored:
         several = " and ".join(sorted(layout for layout, _ in layouts))
         raise ModelError(f"config_groups in {_PLACE} must store all weights in one way (got {several}); {_ADVICE}")
     ((layout, setting),) = layouts
-    return Stored(layout, setting, _left_out(found))
+    left_out = _left_out(found)
+    if layout == "int8" and all(_is_int8_per_token(group.get("input_activations")) for group in groups.values()):
+        setting = "int8_dynamic"
+        left_out = left_out[1:]  # the same words for all groups
+    return Stored(layout, setting, left_out)
+
+
+def _is_int8_per_token(scheme: Any) -> bool:
+    """Return whether activations are quantized as `int8_dynamic` does."""
+    wanted = dict(type="int", num_bits=8, strategy="token", dynamic=True, symmetric=True)
+    return isinstance(scheme, dict) and all(scheme.get(name) == value for name, value in wanted.items())
 
 
 def _layout_of(group: Any, format: Any) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -281,14 +281,14 @@ def _part_of(piece: _Piece) -> slice:
 
 
 def _copy_quantized(rows: Rows, weight: Any) -> int:
-    """Copy rows of a quantized matrix, as they are stored if the weight has the same format. Return the number of bytes
-    of codes that were read.
+    """Copy rows of a quantized matrix, as they are stored if the weight has codes of the same kind. Return the number
+    of bytes of codes that were read.
     """
-    format = rows.format
+    format, own = rows.format, format_of(weight)
     if isinstance(weight, Shard) and weight.format is None:
         return weight.read(rows) // torch.float32.itemsize * format.bits // 8
     found = rows.quantized()
-    weight.copy_(found if format_of(weight) is format else found.values())
+    weight.copy_(replace(found, format=own) if own is not None and own.stores(format) else found.values())
     return found.shape.numel() * format.bits // 8
 
 

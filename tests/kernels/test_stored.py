@@ -67,6 +67,11 @@ def test_what_is_left_out_is_told() -> None:
     found["kv_cache_scheme"] = dict(num_bits=8, type="float")
     texts = ("activations in 8 bits ('int')", "keys and values in 8 bits ('float')")
     assert stored_in({"quantization_config": found}) == Stored("int8", "int8", texts)
+    dynamic = dict(num_bits=8, type="int", dynamic=True, strategy="token", symmetric=True)
+    found["config_groups"]["group_0"]["input_activations"] = dynamic
+    assert stored_in({"quantization_config": found}) == Stored("int8", "int8_dynamic", texts[1:])
+    found["config_groups"]["group_1"] = dict(weights=found["config_groups"]["group_0"]["weights"])
+    assert stored_in({"quantization_config": found}) == Stored("int8", "int8", texts), "not in all groups"
     inputs = dict(num_bits=4, type="float")
     groups = {"group_0": dict(weights=dict(num_bits=4, group_size=16), input_activations=inputs)}
     own = NVFP4 | dict(config_groups=groups, kv_cache_quant_algo="FP8")

@@ -25,7 +25,7 @@ from trueroll.engine.models.quantized.layouts import LAYOUTS, Matrix, Rows, row_
 from trueroll.engine.running.loading import allocate_model, load_model
 from trueroll.engine.running.ranks import Links, Topology
 from trueroll.errors import ConfigError, ModelError
-from trueroll.kernels.quantization import Quantized
+from trueroll.kernels.quantization import FORMATS, Quantized, quantize
 from trueroll.kernels.ranks import Rank
 from trueroll.kernels.stored import stored_in
 
@@ -82,6 +82,12 @@ def int8(rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, T
     stored = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, generator=generator)
     of_rows = scales(rows, 1, generator, 2e-3)
     return dict(weight=stored, weight_scale=of_rows), stored.float() * of_rows
+
+
+def int8_of_bfloat16(rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, Tensor]:
+    """The values are quantized to the same codes and scales again."""
+    found = quantize(torch.randn(rows, columns, generator=generator).mul_(0.05).bfloat16(), FORMATS["int8"])
+    return dict(weight=found.codes.view(torch.int8), weight_scale=found.scales), found.values()
 
 
 def mxfp8(rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, Tensor]:
@@ -151,7 +157,17 @@ def weights(format: str, type: str, num_bits: int, strategy: str, **others: Any)
     return dict(quant_method="compressed-tensors", format=format, config_groups=groups, ignore=["lm_head"])
 
 
-WRITERS: dict[str, tuple[Callable[[int, int, torch.Generator], tuple[Stored, Tensor]], dict[str, Any]]] = {
+Writer = Callable[[int, int, torch.Generator], tuple[Stored, Tensor]]
+
+
+def of_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """Quantize activations per token, too."""
+    inputs = dict(type="int", num_bits=8, strategy="token", dynamic=True, symmetric=True)
+    groups = {name: group | dict(input_activations=inputs) for name, group in config["config_groups"].items()}
+    return config | dict(config_groups=groups)
+
+
+WRITERS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "awq": (awq, dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm")),
     "fp8_channel": (channel, weights("float-quantized", "float", 8, "channel")),
     "fp8_block": (block, weights("float-quantized", "float", 8, "block", block_structure=[128, 128])),
@@ -166,11 +182,10 @@ WRITERS: dict[str, tuple[Callable[[int, int, torch.Generator], tuple[Stored, Ten
 each_layout = pytest.mark.parametrize("layout", WRITERS)
 
 
-def make_both(folder: Path, layout: str, out: Path) -> dict[str, Tensor]:
-    """Save the model of `folder` with random projections in a layout to `out / "quantized"`, and with the same values
-    in float32 to `out / "plain"`. Return the tensors of the former.
+def make_both(folder: Path, out: Path, write: Writer, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Save the model of `folder` with random projections in the layout of `write` to `out / "quantized"`, and with the
+    same values in float32 to `out / "plain"`. Return the tensors of the former.
     """
-    write, config = WRITERS[layout]
     generator, plain, stored = torch.Generator().manual_seed(0), load_file(folder / FILE), dict[str, Tensor]()
     for name, tensor in plain.items():
         kept = tensor.dim() != 2 or name.endswith(("embed_tokens.weight", "lm_head.weight", "gate.weight"))
@@ -216,7 +231,7 @@ def folders(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     def get(layout: str) -> Path:
         if layout not in made:
             made[layout] = tmp_path_factory.mktemp(layout)
-            make_both(llama, layout, made[layout])
+            make_both(llama, made[layout], *WRITERS[layout])
         return made[layout]
 
     return get
@@ -267,6 +282,35 @@ def test_samples_and_log_probs_are_those_of_a_plain_checkpoint(layout: str, fold
         assert {key: bits(each) for key, each in found.items()} == {key: bits(each) for key, each in expected.items()}
 
 
+def test_activations_per_token_are_those_of_the_format(llama: Path, tmp_path: Path, backend: str) -> None:
+    """The values are quantized to the same codes and scales again, so a plain checkpoint has the same samples."""
+    config, request = of_tokens(WRITERS["int8"][1]), generate("a", tokens(40), n=2)
+    make_both(llama, tmp_path, int8_of_bfloat16, config)
+    served = make_engine(tmp_path / "quantized", backend=backend, quantization="auto")
+    assert served.info.quantization == "int8_dynamic"
+    found = run(served, [request])
+    plain, only_weights = (
+        run(make_engine(tmp_path / "plain", backend=backend, quantization=setting), [request])
+        for setting in ("int8_dynamic", "int8")
+    )
+    assert {key: bits(each) for key, each in found.items()} == {key: bits(each) for key, each in plain.items()}
+    assert found.keys() == only_weights.keys() and any(bits(found[key]) != bits(only_weights[key]) for key in found)
+
+
+@pytest.mark.parametrize("setting", ["int8", "int8_dynamic"])
+def test_the_codes_of_int8_are_kept_whatever_the_activations(
+    setting: str, folders: Callable[[str], Path], backend: str
+) -> None:
+    folder, name = folders("int8"), "model.layers.1.mlp.down_proj.weight"
+    kept = load(folder / "quantized", backend=backend, quantization=setting)[name]
+    expected = load_file(folder / "quantized" / FILE)[name].view(torch.uint8)
+    assert expected.view(torch.int8).min() == -128, "premise: a code that no quantization gives"
+    if backend == "cpu" or setting == "int8_dynamic":
+        assert torch.equal(kept.quantized().codes, expected)
+    else:
+        assert torch.equal(kept.to_dense(), load(folder / "plain", backend=backend)[name])
+
+
 @each_layout
 def test_any_rows_and_columns_can_be_read(layout: str) -> None:
     write, own = WRITERS[layout][0], LAYOUTS[layout]
@@ -303,7 +347,7 @@ def test_experts_may_be_stored_one_by_one(layout: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(loader, "_MAX_OPEN_BYTES", 2**12)
     sizes = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
     folder = make_tiny_model("deepseek_v3", tmp_path / "model", "bfloat16", **sizes)
-    stored = make_both(folder, layout, tmp_path)
+    stored = make_both(folder, tmp_path, *WRITERS[layout])
     assert any(".experts.3.up_proj." in name and name not in load_file(folder / FILE) for name in stored), "premise"
     for setting in ("none", "auto"):
         found = load(tmp_path / "quantized", backend="cpu", quantization=setting)
@@ -313,7 +357,7 @@ def test_experts_may_be_stored_one_by_one(layout: str, tmp_path: Path, monkeypat
 
 def test_a_module_for_drafts_may_be_quantized(tmp_path: Path) -> None:
     folder = make_mtp_model("qwen3_next", tmp_path / "model")
-    stored = make_both(folder, "mxfp4", tmp_path)
+    stored = make_both(folder, tmp_path, *WRITERS["mxfp4"])
     assert any(name.startswith("mtp.") and name.endswith("weight_packed") for name in stored), "premise"
     found = load(tmp_path / "quantized", speculative="mtp")
     assert any(name.startswith("mtp.") for name in found)
@@ -358,7 +402,7 @@ def test_scales_of_activations_are_not_used(
 def test_the_experts_alone_may_be_quantized(tmp_path: Path) -> None:
     sizes = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
     folder = make_tiny_model("qwen3_moe", tmp_path / "model", "bfloat16", **sizes)
-    stored, plain = make_both(folder, "nvfp4", tmp_path), load_file(tmp_path / "plain" / FILE)
+    stored, plain = make_both(folder, tmp_path, *WRITERS["nvfp4"]), load_file(tmp_path / "plain" / FILE)
     attention = {name: each for name, each in load_file(folder / FILE).items() if ".self_attn." in name}
     experts = {name: each for name, each in stored.items() if ".self_attn." not in name}
     save_file(experts | attention, tmp_path / "quantized" / FILE)
