@@ -1,5 +1,5 @@
 """Report how close each part of the work comes to the machine's limit, on each instruction set: `python
-examples/benchmarks/roofline_report.py [MODEL [DTYPE]] [--dummy-weights] [--plot FILE.png]`.
+examples/benchmarks/roofline_report.py [MODEL [DTYPE]] [--dummy-weights] [--isa NAME] [--plot FILE.png]`.
 
 The limit of an op is the time that it would take at the machine's best rates: the longer of its arithmetic at the best
 rate of products, and its bytes at the best rate of memory. The rates, arithmetic and bytes are those of
@@ -136,13 +136,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("dtype", nargs="?", default="auto")
     parser.add_argument("--dummy-weights", action="store_true")
     parser.add_argument("--plot", metavar="FILE.png")
+    parser.add_argument("--isa", action="append", help="an instruction set to measure (repeatable); default: all")
     parser.add_argument(ONE_RUN, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one_run:
         json.dump(one_run(given.model, given.dtype, given.dummy_weights), sys.stdout)
         return
     own = [given.model, given.dtype, *["--dummy-weights"] * given.dummy_weights]
-    isas, runs = load_library().instruction_sets(), defaultdict[str, list[Steps]](list)
+    isas, runs = given.isa or load_library().instruction_sets(), defaultdict[str, list[Steps]](list)
     for _ in range(RUNS):
         for isa in isas:
             runs[isa].append(run_on(isa, own))
