@@ -187,8 +187,10 @@ class EngineConfig(BaseModel):
 
     @property
     def keeps_values(self) -> bool:
-        """Return whether the values of quantized weights have the same bits if they are quantized again."""
-        return not self.quantization.startswith(("nvfp4", "awq"))
+        """Return whether the values of quantized weights have the same bits if they are quantized again. False for
+        `auto`, which may select a format in which they do not.
+        """
+        return not self.quantization.startswith(("nvfp4", "awq", "auto"))
 
     @property
     def num_ranks(self) -> int:

@@ -321,7 +321,7 @@ class Pipeline:
         tokens.
         """
         outputs = self._drain()
-        self._scheduler.running.lanes.receive_all()
+        self._scheduler.running.lanes.deliver_all()
         return outputs
 
     def _drain(self) -> list[Output]:
@@ -365,7 +365,7 @@ class Pipeline:
         """See `Engine.stream`."""
         samples = self._ledger.samples_of(request_id)
         for sample in samples:
-            self._scheduler.running.lanes.receive(self._ledger.sequence_of(sample))
+            self._scheduler.running.lanes.deliver(self._ledger.sequence_of(sample))
         self._ledger.grown.follow(samples)
 
     def abort(self, entry: Entry) -> Output:
@@ -384,7 +384,7 @@ class Pipeline:
     def _cut(self, entry: Entry, reason: FinishReason) -> Output:
         """End a sample or a score before its last token, and return its output."""
         sequence = self._ledger.sequence_of(entry)
-        self._scheduler.running.lanes.receive(sequence)
+        self._scheduler.running.lanes.deliver(sequence)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
             return self._ledger.finish_score(entry, reason, self._commit_of(sequence))
@@ -453,18 +453,16 @@ class Pipeline:
         deferred (bool array), and a list of (index of the decoding sequence, finish reason) for the samples that end.
         """
         takers, commit, ended = queued.takers, queued.commit, list[tuple[int, FinishReason]]()
-        decodes, counts = takers.decodes, takers.counts[: len(takers.decodes)]
+        decodes, counts, lanes = takers.decodes, takers.counts[: len(takers.decodes)], self._scheduler.running.lanes
         starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)
         deferred = self._defer(decodes, drawn)
         for i in np.flatnonzero(~deferred).tolist():
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
             sequence, start = decodes.sequences[i], int(starts[i])
-            self._scheduler.running.lanes.receive(sequence)
-            reason, drafts = (
-                self._ledger.append(sample, drawn, start, commit),
-                decodes.drafts.get(int(decodes.lanes[i]), ()),
-            )
+            lanes.deliver(sequence)
+            reason = self._ledger.append(sample, drawn, start, commit)
+            drafts = decodes.drafts.get(int(decodes.lanes[i]), ())
             for place, draft in enumerate(drafts, start):
                 if reason is not None or draft != drawn.token_ids[place]:
                     break
@@ -476,7 +474,7 @@ class Pipeline:
             if reason is not None:
                 ended.append((i, reason))
             elif self._drafting is None and sample.is_plain:
-                self._scheduler.running.lanes.defer_later(sequence)
+                lanes.allow_deferral(sequence)
         return taken, deferred, ended
 
     def _defer(self, decodes: Chunks, drawn: Drawn) -> np.ndarray:

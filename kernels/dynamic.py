@@ -2,9 +2,10 @@
 
 A product of x [M, K] with a quantized matrix first quantizes each row of x, which is a token, by itself:
 
-- The peak of a row is its largest magnitude. The row's scale is peak / 127, rounded to float32, and at least
-  `quantization.LEAST_SCALE`. The quotients of the elements and the scale are rounded to float32, and then to the
-  nearest integer. Ties go to the even integer. So the integers are from -127 to 127, and a row of zeros has zeros.
+- The peak of a row is its largest magnitude. The row's scale is peak / 127, rounded to float32, and bounded to
+  [`LEAST_SCALE`, `MOST` / 127] (`kernels.quantization`). The quotients of the elements and the scale are rounded to
+  float32, and then to the nearest integer. Ties go to the even integer. So the integers are from -127 to 127, and a row
+  of zeros has zeros.
 - If an element is NaN or infinite, the scale is NaN, and all results of the row are NaN. Other rows are not affected.
 
 The sum over K of the products of integers is exact, so its order does not matter. The float32 result is
@@ -14,7 +15,7 @@ The sum over K of the products of integers is exact, so its order does not matte
 from left to right, and rounded to float32 after each step. The result takes the place of the float32 sum of a plain
 product: it is a `back_sums` or a piece of one, or the bias is added to it, and it is rounded to the dtype of x.
 
-The product with a piece of the columns has the scales of the whole rows. All ops therefore quantize a row once.
+A product with some of the columns uses the scales of the whole rows, so every op quantizes a row once.
 
 The values of the matrix alone are those of the same format without activations, so `Weight.to_dense` and the backward
 pass of a trainer have a plain matrix.

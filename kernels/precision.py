@@ -2,7 +2,8 @@
 
 `quantization` names a format of `kernels.quantization`, such as `fp8`, and optionally the weights: `fp8` quantizes the
 matrices of all attentions, recurrences, MLPs and experts, and `fp8:experts` only the stacked matrices of experts. With
-a format such as `int8_dynamic`, products with these matrices also quantize their activations (`kernels.dynamic`).
+a format such as `int8_dynamic`, products with these matrices also quantize their activations (`kernels.dynamic`),
+except with the parts `k_up` and `v_up` of latent attention.
 Embeddings, the head, routers, the gates of recurrences, norms, biases, convolutions and vision towers keep the dtype of
 the model. `none` quantizes nothing. `kv_cache_dtype` names a format of `kernels.cache_formats` for keys and values;
 `auto` is the dtype of the model.
@@ -146,7 +147,7 @@ def _quantized(spec: DecoderSpec) -> dict[str, tuple[tuple[int, ...], Rounding]]
         if (rounding := rounding_of(held, layout)) is not None:
             found[name] = shape, rounding
         weight = torch.empty(shape, device="meta")
-        return weight if layout is None else layout.rows_first(weight) if isinstance(layout, HeadLayout) else weight
+        return layout.rows_first(weight) if isinstance(layout, HeadLayout) else weight
 
     for index in range(len(spec.layers)):
         make_layer(spec, index, note)

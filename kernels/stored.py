@@ -24,13 +24,14 @@ class Stored(NamedTuple):
     """How a checkpoint is stored.
 
     `layout`: the name of the layout of quantized matrices, in `engine.models.quantized`. `setting`: the value of
-    `quantization` with which a worker keeps the stored codes and scales; `none` for a plain checkpoint. `left_out`:
-    what the checkpoint asks for besides, and trueroll does not compute.
+    `quantization` with which a worker keeps the stored codes and scales; `none` for a plain checkpoint. `activations`,
+    `cache`: the quantization of activations, and of keys and values, that the checkpoint asks for, in words.
     """
 
     layout: str = "fp8"
     setting: str = NONE
-    left_out: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
+    cache: tuple[str, ...] = ()
 
 
 def stored_in(config: Mapping[str, Any]) -> Stored:
@@ -53,7 +54,7 @@ def read_stored(found: Any, methods: Collection[str] = ()) -> Stored:
         return Stored()
     served = [*_METHODS, *methods]
     if method not in served or not isinstance(found, dict):
-        *others, last = [NONE, *served]
+        *others, last = served
         raise ModelError(
             f"quant_method in {_PLACE} must be {', '.join(others)} or {last} (got {brief(method)}); {_ADVICE}"
         )
@@ -90,10 +91,10 @@ def _modelopt(found: Mapping[str, Any]) -> Stored:
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         _expect(weights if isinstance(weights, dict) else {}, "group_size", 16)
-    activations = () if isinstance(groups, dict) else ("activations in NVFP4",)
-    has_cache = found.get("kv_cache_quant_algo") is not None and found.get("kv_cache_scheme") is None
-    cache = (f"keys and values in {brief(found['kv_cache_quant_algo'])}",) if has_cache else ()
-    return Stored("modelopt-nvfp4", "nvfp4", activations + _left_out(found) + cache)
+    activations = _activations(found) if isinstance(groups, dict) else ("activations in NVFP4",)
+    algorithm = found.get("kv_cache_quant_algo")
+    cache = _cache(found) or (() if algorithm is None else (f"keys and values in {brief(algorithm)}",))
+    return Stored("modelopt-nvfp4", "nvfp4", activations, cache)
 
 
 class _Weights(NamedTuple):
@@ -142,11 +143,9 @@ def _compressed(found: Mapping[str, Any]) -> Stored:
         several = " and ".join(sorted(layout for layout, _ in layouts))
         raise ModelError(f"config_groups in {_PLACE} must store all weights in one way (got {several}); {_ADVICE}")
     ((layout, setting),) = layouts
-    left_out = _left_out(found)
     if layout == "int8" and all(_is_int8_per_token(group.get("input_activations")) for group in groups.values()):
         setting = "int8_dynamic"
-        left_out = left_out[1:]  # the same words for all groups
-    return Stored(layout, setting, left_out)
+    return Stored(layout, setting, _activations(found), _cache(found))
 
 
 def _is_int8_per_token(scheme: Any) -> bool:
@@ -175,15 +174,19 @@ def _layout_of(group: Any, format: Any) -> tuple[str, str]:
     )
 
 
-def _left_out(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the quantization of activations, and of keys and values, in words."""
+def _activations(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the quantization of activations in words."""
     groups = found.get("config_groups")
     listed = [*groups.values()] if isinstance(groups, dict) else []
     inputs = [group.get("input_activations") for group in listed if isinstance(group, dict)]
     texts = [f"activations in {_kind(each)}" for each in inputs if each is not None]
-    scheme = found.get("kv_cache_scheme")
-    texts += [] if scheme is None else [f"keys and values in {_kind(scheme)}"]
     return tuple(dict.fromkeys(texts))[:_MOST_TEXTS]
+
+
+def _cache(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the quantization of keys and values in words."""
+    scheme = found.get("kv_cache_scheme")
+    return () if scheme is None else (f"keys and values in {_kind(scheme)}",)
 
 
 def _kind(scheme: Any) -> str:

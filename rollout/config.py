@@ -135,9 +135,9 @@ def check_saving(worker: WorkerConfig, engine: EngineConfig) -> None:
     """
     if worker.save_folder is not None and not engine.keeps_values:
         raise ConfigError(
-            f"save_folder: weights in {engine.quantization} do not have the same bits after they are saved and "
-            f"quantized again (got {worker.save_folder!r}); remove the setting save_folder, or use another "
-            "quantization",
+            f"save_folder: weights in quantization {engine.quantization} may not have the same bits after they are "
+            f"saved and quantized again (got {worker.save_folder!r}); remove the setting save_folder, or name a format "
+            "other than nvfp4 and awq",
             field="save_folder",
             value=worker.save_folder,
         )

@@ -250,11 +250,12 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
             _name(plan.dtype),
             _name(plan.dtype),
         )
-    if plan.stored.left_out:
+    left_out = (() if plan.spec.quantizes_activations else plan.stored.activations) + plan.stored.cache
+    if left_out:
         log.warning(
             "%s: config.json asks for %s; activations keep %s all the same, and kv_cache_dtype sets the KV cache",
             plan.folder,
-            " and for ".join(plan.stored.left_out),
+            " and for ".join(left_out),
             _name(plan.dtype),
         )
     return AllocatedModel(_allocate(plan, place), checkpoint)

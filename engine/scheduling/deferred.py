@@ -20,7 +20,8 @@ _MOST_ENDING = 8  # samples with more ending tokens are not worth the search for
 
 
 class Deferred:
-    """The tokens and log-probs of each lane that its sample lacks. Each array has one element or row per lane.
+    """Drawn tokens and log-probs, by lane, that the lane's sample has not received. Each array has one element or row
+    per lane.
 
     `is_open` (bool): whether tokens of the lane may be stored. `counts` (int64): the number of stored tokens.
     """
@@ -29,8 +30,8 @@ class Deferred:
         self.is_open, self.counts = np.zeros(capacity, np.bool_), np.zeros(capacity, np.int64)
         self._tokens, self._logprobs = np.zeros((capacity, MOST), np.int32), np.zeros((capacity, MOST), np.float32)
         self._ending: list[frozenset[int]] = [frozenset()] * capacity
-        self._num_ended = Counter[int]()  # the number of open lanes whose samples a token may end
-        self._all_ending: np.ndarray | None = None  # the keys of `_num_ended`, until they change
+        self._num_lanes = Counter[int]()  # by token: the open lanes whose sample the token may end
+        self._all_ending: np.ndarray | None = None  # the keys of `_num_lanes`, until they change
 
     def open(self, lane: int, ending: frozenset[int]) -> None:
         """Allow tokens of a lane to be stored, except the tokens `ending`. Change nothing if the lane is open, or if
@@ -40,8 +41,8 @@ class Deferred:
             return
         self.is_open[lane], self._ending[lane] = True, ending
         for token in ending:
-            self._num_ended[token] += 1
-            if self._num_ended[token] == 1:
+            self._num_lanes[token] += 1
+            if self._num_lanes[token] == 1:
                 self._all_ending = None
 
     def close(self, lane: int) -> None:
@@ -50,9 +51,9 @@ class Deferred:
         if self.is_open[lane]:
             self.is_open[lane] = False
             for token in self._ending[lane]:
-                self._num_ended[token] -= 1
-                if not self._num_ended[token]:
-                    del self._num_ended[token]
+                self._num_lanes[token] -= 1
+                if not self._num_lanes[token]:
+                    del self._num_lanes[token]
                     self._all_ending = None
 
     def add(self, lanes: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, may_defer: np.ndarray) -> np.ndarray:
@@ -63,7 +64,7 @@ class Deferred:
         """
         stored = may_defer & self.is_open[lanes] & (self.counts[lanes] < MOST)
         if self._all_ending is None:
-            self._all_ending = np.array([*self._num_ended], np.int64)
+            self._all_ending = np.array([*self._num_lanes], np.int64)
         stored &= ~np.isin(tokens, self._all_ending)
         chosen = lanes[stored]
         places = chosen, self.counts[chosen]

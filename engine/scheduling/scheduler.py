@@ -506,7 +506,7 @@ class Scheduler:
         """
         cache, size = self.cache, self.cache.block_size
         filled = chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size))
-        self.running.lanes.receive_for(filled)
+        self.running.lanes.deliver_for(filled)
         for sequence, _, end in filled:
             if sequence.table:
                 num_known = len(sequence.chain.entries)

@@ -1,8 +1,9 @@
 """Sequences: the tokens, progress and purpose of each sequence, and the lanes of running sequences.
 
-A lane is an index in arrays with one element per running sequence. `Lanes` assigns lanes and appends tokens to
-sequences, so that tokens and counters change together. The counters of a running sequence are stored only in the arrays
-of `Counters`, so that a step reads the counters of all sequences with one array operation.
+A lane is an index in arrays with one element per running sequence. `Lanes` assigns lanes, counts the tokens of
+sequences in every step, and delivers the tokens to sequences and samples, at once or later (`deferred`). The counters
+of a running sequence are stored only in the arrays of `Counters`, so that a step reads the counters of all sequences
+with one array operation.
 """
 
 from __future__ import annotations
@@ -74,15 +75,15 @@ class Sequence:
     `tokens`, `purpose`, `counters` and `lane`. Scheduler and engine write `routes`.
 
     `order`: (arrival of the request, sample index). Lower orders are served first, and higher orders are preempted
-    first. `tokens`: the tokens that the host has seen. `purpose`: the samples for which tokens are drawn after the last
-    token, or the score that receives the log-probs. `claim`: the hash of the block that this sequence waits for while
-    another sequence computes it; None if this sequence waits for no block. `num_cached_tokens`: the number of tokens
-    found in the cache when the sequence first started; None before the first start. `branch`: the position at which the
-    sequence will take a checkpoint, because the cache lacks a checkpoint there. `branch` is the end of the tokens that
-    the sequence found in the cache, or 0 if no checkpoint is planned there. `routes`: the recorded experts of the
-    sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the recorded experts of all
-    tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no blocks. `media`: the images of
-    the prompt, or None.
+    first. `tokens`: the tokens that the host has seen, except those in `Lanes.deferred`. `purpose`: the samples for
+    which tokens are drawn after the last token, or the score that receives the log-probs. `claim`: the hash of the
+    block that this sequence waits for while another sequence computes it; None if this sequence waits for no block.
+    `num_cached_tokens`: the number of tokens found in the cache when the sequence first started; None before the first
+    start. `branch`: the position at which the sequence will take a checkpoint, because the cache lacks a checkpoint
+    there. `branch` is the end of the tokens that the sequence found in the cache, or 0 if no checkpoint is planned
+    there. `routes`: the recorded experts of the sequence's tokens; None if not requested. A waiting sequence with drawn
+    tokens has the recorded experts of all tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence
+    holds no blocks. `media`: the images of the prompt, or None.
     """
 
     order: tuple[int, int]
@@ -248,7 +249,7 @@ class Lanes(Counters):
 
     def leave(self, sequence: Sequence) -> None:
         """Free the lane of a sequence that no longer runs. The sequence receives its deferred tokens."""
-        self.receive(sequence)
+        self.deliver(sequence)
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
         self.is_decoding[sequence.lane] = False
         self.num_left[sequence.lane] += 1
@@ -304,7 +305,7 @@ class Lanes(Counters):
         is_last = self.num_tokens[lanes] - self.has_unseen[lanes] + 1 >= self.draws["end"][lanes]
         return self.deferred.add(lanes, token_ids, logprobs, self._holds(decodes) & is_finite & ~is_last)
 
-    def defer_later(self, sequence: Sequence) -> None:
+    def allow_deferral(self, sequence: Sequence) -> None:
         """Allow `defer` to store the next tokens of a decoding sequence, if the sequence still runs. Its sample must
         have received all earlier tokens, and at least one token of the current weights.
         """
@@ -312,27 +313,27 @@ class Lanes(Counters):
         if lane >= 0 and (sample := self.samples[lane]) is not None:
             self.deferred.open(lane, sample.ending_tokens)
 
-    def receive(self, sequence: Sequence) -> None:
+    def deliver(self, sequence: Sequence) -> None:
         """Append the deferred tokens of a sequence, if there are any, to the sequence and its sample. Do not defer
-        further tokens until the next call of `defer_later`.
+        further tokens until the next call of `allow_deferral`.
         """
         if (lane := sequence.lane) < 0:
             return
-        self._hand_over(sequence)
+        self._deliver(sequence)
         self.deferred.close(lane)
 
-    def receive_all(self) -> None:
-        """Call `receive` for all sequences."""
+    def deliver_all(self) -> None:
+        """Call `deliver` for all sequences."""
         for sequence in self.sequences[self.deferred.is_open].tolist():
-            self.receive(sequence)
+            self.deliver(sequence)
 
-    def receive_for(self, chunks: Chunks) -> None:
+    def deliver_for(self, chunks: Chunks) -> None:
         """Append the deferred tokens of the sequences of `chunks` to the sequences and their samples. Later tokens may
         be deferred.
         """
         held = self._holds(chunks)
         for place in np.flatnonzero(held & (self.deferred.counts[chunks.lanes] > 0)).tolist():
-            self._hand_over(chunks.sequences[place])
+            self._deliver(chunks.sequences[place])
 
     def accept(self, decodes: Chunks, token_ids: np.ndarray, counts: np.ndarray, deferred: np.ndarray) -> None:
         """Count the next tokens of decoding sequences, and append them to the sequences unless they are deferred. For
@@ -371,7 +372,7 @@ class Lanes(Counters):
         if sum(sequence is not None for sequence in self.sequences) != len(running):
             raise RuntimeError(f"lanes: the number of lanes in use differs from the {len(running)} running sequences")
 
-    def _hand_over(self, sequence: Sequence) -> None:
+    def _deliver(self, sequence: Sequence) -> None:
         tokens, logprobs = self.deferred.take(sequence.lane)
         if tokens:
             sample: OpenSample = self.samples[sequence.lane]

@@ -3,7 +3,8 @@
     pip install --no-deps --target FOLDER compressed-tensors==0.20.1 torchao==0.18 loguru==0.7.3
     PYTHONPATH=FOLDER python examples/benchmarks/formats_check.py
 
-The first table has a line for each format, package and matrix. `random` has a million normal numbers. `boundary` has
+The first table has a line for each format, package and matrix. It leaves out `int8_dynamic`, which stores the codes of
+`int8`. `random` has a million normal numbers. `boundary` has
 each number of the format, the middle between each two, and the float32 numbers next to both, times several factors.
 `tiny` has the same, times a factor so small that scales are at their lower limit. The table counts
 
@@ -206,7 +207,7 @@ def table_of_formats() -> Table:
         "compressed-tensors": by_compressed_tensors,
         "torchao": by_torchao,
     }
-    for format in FORMATS.values():
+    for format in (each for each in FORMATS.values() if each.activations is None):
         for package, compare in packages.items():
             for make in (random, boundary, tiny):
                 matrix = make(format)

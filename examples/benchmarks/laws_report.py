@@ -4,8 +4,8 @@ Each law is measured at several sizes. The rounds alternate among the sizes, and
 is the exponent e with which the cost grows as size^e: the slope of a straight line through the logarithms of sizes and
 costs. The line is fitted twice, to all sizes and to the larger half of the sizes, where constant costs matter least.
 The larger slope counts. A law holds if its growth is at most 1.1, so that the cost is at most linear. For a prompt that
-is not in the cache, the size is the number of pairs of a token and a token before it, because attention computes each
-pair.
+is not in the cache, the size is the number of pairs of a token and itself or an earlier token, because attention
+computes each pair.
 
 Costs are CPU time of the process that does the work, or bytes of memory, so other processes on the machine have little
 effect. Only starts and the memory of blocks depend on the machine's free memory.
@@ -38,6 +38,7 @@ import laws_engine as engine  # noqa: E402
 import laws_served as served  # noqa: E402
 
 from trueroll.rollout.garbage import bound_pauses  # noqa: E402
+from trueroll.rollout.worker.process import raise_descriptor_limit  # noqa: E402
 
 MOST_GROWTH = 1.1
 """The largest growth of a law that holds: linear, within 10%."""
@@ -271,7 +272,8 @@ def main(
         raise typer.BadParameter(f"no experiment is named {unknown[0]!r}; choose from {', '.join(EXPERIMENTS)}")
     bound_pauses()  # as in a worker
     atexit.register(_thaw)
-    served.most_descriptors()
+    raise_descriptor_limit()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     laws = list[Law]()
     for name in names:
         experiment = EXPERIMENTS[name]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -147,7 +146,7 @@ def connections() -> Iterator[Measure]:
 
 @contextmanager
 def sessions() -> Iterator[Measure]:
-    """`size` sessions begin and get one answer each; then one session gets `size` answers."""
+    """`size` sessions begin and get one answer each; then one session gets `size // 4` answers."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = write_checkpoint(Path(folder))
         worker = stack.enter_context(launch_worker(str(model), **SETTINGS | dict(num_blocks=2**15)))
@@ -228,12 +227,3 @@ def start(size: int) -> Costs:
             seconds, memory = cpu_of(worker.pid), psutil.Process(worker.pid).memory_info().rss
     scale = size * 2**20 / num_bytes  # the weights are a little larger or smaller
     return {"start: time": seconds * scale, "start: memory": memory * scale}
-
-
-def most_descriptors() -> None:
-    """Raise this process's limit on open files, which a thousand clients need."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

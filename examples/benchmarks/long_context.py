@@ -6,9 +6,9 @@ about it are multiple-choice, in the format of LongBench v2 (fields `context`, `
 facts. `--write` writes the questions as JSON lines; `--read` reads such a file, for example one with LongBench v2's own
 questions, in place of generating them.
 
-Every question is answered twice: after the questions before it, so that its context is found in the cache, and with an
-empty cache. The report shows the accuracy, the hit rate, and the times. Exits with 1 if any bit differs. Without MODEL,
-the model is tiny and has random weights, so that the accuracy is that of guessing.
+Every question is answered twice: in turn, where all but the first question of a context find the context in the cache,
+and with an empty cache. The report shows the accuracy, the hit rate, and the times. Exits with 1 if any bit differs.
+Without MODEL, the model is tiny and has random weights, so the accuracy means nothing.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ def report(questions: list[dict[str, str]], reader: Reader, console: Console) ->
 
 def main(
     model: Annotated[str | None, typer.Argument(help="A model; a tiny random one by default.")] = None,
-    tokens: Annotated[int, typer.Option(min=1000, help="About as many tokens has a context.")] = 131_072,
+    tokens: Annotated[int, typer.Option(min=1000, help="Approximate number of tokens of a context.")] = 131_072,
     questions: Annotated[int, typer.Option(min=1, max=8, help="Questions about each context.")] = 4,
-    contexts: Annotated[int, typer.Option(min=1)] = 1,
+    contexts: Annotated[int, typer.Option(min=1, help="Number of contexts.")] = 1,
     max_new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 8,
     chars: Annotated[float, typer.Option(min=0.1, help="Characters of a token.")] = 1.0,
     threads: Annotated[int, typer.Option(min=1)] = 1,

@@ -7,17 +7,17 @@ rate of products, and its bytes at the best rate of memory. The rates, arithmeti
 
 The table has a line for each op of each kind of step. `share`: the part of the step's time that the op takes. `of
 limit`: the op's limit, divided by its time. `gap`: the part of the step's time that would be saved if the op reached
-its limit. The line `all` has the step's share of its limit. The largest gaps are the parts to improve. The picture has
-a bar for each kind of step, with a piece for each op; the dark part of a piece is the op's limit.
+its limit. In the line `all`, the limit is the sum of the limits of the ops. The largest gaps are the parts to improve.
+The picture has a bar for each kind of step, with a piece for each op; the dark part of a piece is the op's limit.
 
 Each instruction set is measured in a process of its own, RUNS times in turn with the others. All figures are medians.
 Run the report on an otherwise idle machine.
 """
 
 import argparse
+import gc
 import json
 import os
-import runpy
 import subprocess
 import sys
 from collections import defaultdict
@@ -28,12 +28,18 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from trueroll.engine.config import EngineConfig
-from trueroll.kernels.cpu.library import ISA_VARIABLE, load_library
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cpu_report as cpu  # noqa: E402
+
+from trueroll.engine.config import EngineConfig  # noqa: E402
+from trueroll.engine.engine import Engine  # noqa: E402
+from trueroll.engine.running.loading import load_dummy, load_model  # noqa: E402
+from trueroll.kernels.cpu.library import ISA_VARIABLE, load_library  # noqa: E402
+from trueroll.rollout.tools.bench import WORKLOADS  # noqa: E402
 
 RUNS = 3
 ONE_RUN = "--one-run"
-CPU_REPORT = Path(__file__).with_name("cpu_report.py")
 
 
 class Part(NamedTuple):
@@ -62,18 +68,17 @@ def parts_of(phase, best: dict[str, float], recurrences) -> dict[str, Part]:
 
 def one_run(model: str, dtype: str, dummy: bool) -> Steps:
     """Measure the workloads of `trueroll bench` in this process."""
-    of = runpy.run_path(str(CPU_REPORT))
     config = EngineConfig(model=model, dtype=dtype, backend="cpu")
-    loaded = (of["load_dummy"] if dummy else of["load_model"])(config)
-    best = {name: max(each.tries) for name, each in of["measure"](of["limits"](loaded)).items()}
-    meter = of["Meter"](loaded)
-    engine = of["Engine"](config, meter.loaded)
-    of["gc"].freeze()  # as a worker does
+    loaded = load_dummy(config) if dummy else load_model(config)
+    best = {name: max(each.tries) for name, each in cpu.measure(cpu.limits(loaded)).items()}
+    meter = cpu.Meter(loaded)
+    engine = Engine(config, meter.loaded)
+    gc.freeze()  # as a worker does
     found: Steps = {}
-    for workload in (w for group in of["WORKLOADS"].values() for w in group):
-        of["run_workload"](engine, workload, meter)  # warm-up
-        for name, phase in of["run_workload"](engine, workload, meter).items():
-            found[f"{workload.name}, {name}"] = parts_of(phase, best, of["RECURRENCES"])
+    for workload in (w for group in WORKLOADS.values() for w in group):
+        cpu.run_workload(engine, workload, meter)  # warm-up
+        for name, phase in cpu.run_workload(engine, workload, meter).items():
+            found[f"{workload.name}, {name}"] = parts_of(phase, best, cpu.RECURRENCES)
     return found
 
 

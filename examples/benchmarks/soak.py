@@ -21,6 +21,7 @@ import base64
 import io
 import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -39,7 +40,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
-from laws_served import front_end, most_descriptors  # noqa: E402
+from laws_served import front_end  # noqa: E402
 from soak_others import Others  # noqa: E402
 from soak_records import Held, Records, draw, judge, percentile  # noqa: E402
 from vision_processors import make_chat_model  # noqa: E402
@@ -52,6 +53,7 @@ from trueroll.rollout import (  # noqa: E402
     SamplingParams,
     launch_worker,
 )
+from trueroll.rollout.worker.process import raise_descriptor_limit  # noqa: E402
 
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=2048, max_num_seqs=32, max_images=2)
 TEMPLATE = (
@@ -125,7 +127,7 @@ class Soak:
         self.records.faults.append(f"{self.now:.0f} s: {text:.300}")
 
     def _prompt(self, number: int) -> list[int]:
-        """Return a prompt, whose beginning other prompts have too."""
+        """Return a prompt that shares its beginning with other prompts."""
         rng = random.Random(number)
         return [*range(10, 10 + 16 * (number % 5)), *(rng.randrange(3, 400) for _ in range(rng.randrange(4, 60)))]
 
@@ -307,12 +309,9 @@ def summarize(console: Console, records: Records) -> None:
     table = Table("process", "MiB after the warm-up", "at the end", "open files", "at the end", "threads", "at the end")
     for name, values in records.held.items():
         first = next((each for each in values if each.seconds >= records.warm), values[-1])
-        ends = [each for pair in ("memory", "descriptors", "threads") for each in (first, values[-1], pair)]
-        cells = []
-        for i in range(0, len(ends), 3):
-            for each in ends[i : i + 2]:
-                value = getattr(each, ends[i + 2])
-                cells.append(f"{value / 2**20:.1f}" if ends[i + 2] == "memory" else str(value))
+        ends = first, values[-1]
+        cells = [f"{each.memory / 2**20:.1f}" for each in ends]
+        cells += [str(each.descriptors) for each in ends] + [str(each.threads) for each in ends]
         table.add_row(name, *cells)
     console.print(table)
     latencies = Table("request", "count", "median ms", "99% in the first sixth", "99% in the last sixth")
@@ -330,7 +329,8 @@ def main(
 ) -> None:
     """Run everything at the same time, and check that nothing leaks, slows down or is lost."""
     console, records = Console(width=120), Records(seconds)
-    most_descriptors()
+    raise_descriptor_limit()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = make_chat_model("qwen3_vl", Path(folder) / "model")

@@ -59,7 +59,7 @@ def disturb(address: str) -> None:
 class Others:
     """The trainer, the client that is killed, and the second worker at the address `second`. Owns their processes.
 
-    `settings`: of the second worker. The trainer is ready when the object is.
+    `settings`: of the second worker. The constructor returns once the trainer is connected.
     """
 
     def __init__(self, model: Path, address: str, second: str, settings: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Records:
     """The records of a soak of `seconds` seconds.
 
     `held`: for each process, what it holds over time. `latencies`: for each kind of request, pairs of the moment and
-    the seconds until its last reply. `sent`, `ended`: how many requests of each kind were accepted, and how many got
+    the seconds until its last reply. `sent`, `ended`: how many requests of each kind were sent, and how many got
     exactly one terminal reply. `done`: how often other things happened, such as pushes. `faults`: descriptions of
     requests that were lost, answered twice or answered with other bits.
     """

@@ -15,49 +15,28 @@ idle core.
 """
 
 import gc
-import json
 import random
 import statistics
-import tempfile
+import sys
 import time
 from array import array
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from trueroll.engine.cache.prefix_cache import PrefixCache
-from trueroll.engine.config import EngineConfig
-from trueroll.engine.engine import Engine
-from trueroll.engine.models.decoder import ModelOutput
-from trueroll.engine.request import GenerateRequest, SamplingParams
-from trueroll.engine.running.loading import load_dummy
-from trueroll.engine.running.model_runner import LaneState
-from trueroll.engine.scheduling.scheduler import Scheduler
-from trueroll.engine.scheduling.sequence import Generation, Sequence
+sys.path.insert(0, str(Path(__file__).parent))
+
+from laws_engine import cpu_seconds, host, prompt, request  # noqa: E402
+
+from trueroll.engine.cache.prefix_cache import PrefixCache  # noqa: E402
+from trueroll.engine.scheduling.scheduler import Scheduler  # noqa: E402
+from trueroll.engine.scheduling.sequence import Generation, Sequence  # noqa: E402
 
 HOST_SEQUENCES = (256, 1024, 4096)
 GROUP = 8
 PROMPT = 128
-MODEL = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    vocab_size=1000,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_word_embeddings=True,
-    torch_dtype="float32",
-    eos_token_id=0,
-)
 CACHED_BLOCKS = 500_000
 WAITING = 16_000
 RUNNING = 64
@@ -65,44 +44,6 @@ STEPS = 100
 BLOCK_SIZE = 16
 PREFIX = 32 * BLOCK_SIZE
 """Number of tokens in the prefix of a prompt. Each prompt adds one block of its own tokens."""
-
-
-class Host:
-    """An engine with `num_sequences` decoding sequences. Hidden states and tokens are made up."""
-
-    def __init__(self, num_sequences: int) -> None:
-        num_tokens = PROMPT + STEPS + 32
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(MODEL))
-            config = EngineConfig(
-                model=folder,
-                backend="reference",
-                max_num_seqs=num_sequences,
-                max_num_batched_tokens=max(num_sequences, 8192),
-                max_model_len=num_tokens,
-                num_blocks=num_sequences * (num_tokens // BLOCK_SIZE + 1),
-                num_threads=1,
-            )
-            self.engine = Engine(config, load_dummy(config))
-        self.engine._executor._lanes = LaneState(num_sequences, torch.device("cpu"))
-        self.random = np.random.default_rng(0)
-        hidden = torch.zeros(1, MODEL["hidden_size"])
-        self.engine._executor._runner.forward = lambda token_ids, *_: ModelOutput(hidden.expand(len(token_ids), -1), {})
-        self.engine._executor._sampler.next_tokens = lambda _, wanted: self.draw(len(wanted.rows))
-        for i in range(num_sequences // GROUP):
-            params = SamplingParams(n=GROUP, max_tokens=STEPS + 32, seed=i)
-            self.engine.add(GenerateRequest(str(i), self.random.integers(1, 1000, PROMPT).astype(np.int32), params))
-        while self.engine.stats().num_running < num_sequences:
-            self.engine.step()
-
-    def draw(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        token_ids = torch.from_numpy(self.random.integers(1, 1000, count))
-        return token_ids, torch.zeros(count), torch.ones(count, dtype=torch.bool)
-
-    def step(self) -> float:
-        start = time.process_time()
-        self.engine.step()
-        return time.process_time() - start
 
 
 class Load:
@@ -193,12 +134,17 @@ def one_prefix_is_waited_for() -> Load:
 
 def host_table() -> Table:
     table = Table("sequences that decode", "host's median ms", "longest ms")
-    for num_sequences in HOST_SEQUENCES:
-        host = Host(num_sequences)
-        gc.freeze()  # like a worker
-        seconds = [host.step() for _ in range(STEPS)]
-        assert host.engine.stats().num_running == num_sequences
-        table.add_row(f"{num_sequences:,}", f"{statistics.median(seconds) * 1e3:.2f}", f"{max(seconds) * 1e3:.2f}")
+    for count in HOST_SEQUENCES:
+        size = PROMPT + STEPS + 32
+        with host(count, size, count * (size // BLOCK_SIZE + 1)) as engine:
+            for i in range(count // GROUP):
+                engine.add(request(i, prompt(i, PROMPT), n=GROUP, max_tokens=STEPS + 32, seed=i))
+            while engine.stats().num_running < count:
+                engine.step()
+            gc.freeze()  # like a worker
+            seconds = [cpu_seconds(engine.step) for _ in range(STEPS)]
+            assert engine.stats().num_running == count
+        table.add_row(f"{count:,}", f"{statistics.median(seconds) * 1e3:.2f}", f"{max(seconds) * 1e3:.2f}")
     return table
 
 

@@ -43,8 +43,8 @@ LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 """Packages for audio and images, which these workloads do not need."""
 SIDE = Path(__file__).with_name("vllm_side.py")
 MEASURED = [workload for group in WORKLOADS.values() for workload in group]
-MODELS = ("smollm2", "qwen3-moe-0.3b", "qwen3.5-0.15b")
 HYBRID = "qwen3.5-0.15b"
+MODELS = ("smollm2", "qwen3-moe-0.3b", HYBRID)
 CHECKPOINTS = Path("build/models")
 DTYPE = "bfloat16"
 ROUNDS = 5

@@ -83,8 +83,8 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
     if not engine.keeps_values:
         raise ConfigError(
             f"quantization: {engine.quantization} is not supported in a fleet, because a fleet gives a restarted "
-            "worker the weights of another worker, which do not have the same bits after they are quantized again; "
-            "use another quantization",
+            "worker the weights of another worker, which may not have the same bits after they are quantized again; "
+            "name a format other than nvfp4 and awq",
             field="quantization",
             value=engine.quantization,
         )

@@ -65,21 +65,19 @@ def test_what_is_left_out_is_told() -> None:
     found["config_groups"]["group_0"]["input_activations"] = dict(num_bits=8, type="int", dynamic=True)
     found["config_groups"]["group_1"] = found["config_groups"]["group_0"]
     found["kv_cache_scheme"] = dict(num_bits=8, type="float")
-    texts = ("activations in 8 bits ('int')", "keys and values in 8 bits ('float')")
-    assert stored_in({"quantization_config": found}) == Stored("int8", "int8", texts)
+    texts = ("activations in 8 bits ('int')",), ("keys and values in 8 bits ('float')",)
+    assert stored_in({"quantization_config": found}) == Stored("int8", "int8", *texts)
     dynamic = dict(num_bits=8, type="int", dynamic=True, strategy="token", symmetric=True)
     found["config_groups"]["group_0"]["input_activations"] = dynamic
-    assert stored_in({"quantization_config": found}) == Stored("int8", "int8_dynamic", texts[1:])
+    assert stored_in({"quantization_config": found}) == Stored("int8", "int8_dynamic", *texts)
     found["config_groups"]["group_1"] = dict(weights=found["config_groups"]["group_0"]["weights"])
-    assert stored_in({"quantization_config": found}) == Stored("int8", "int8", texts), "not in all groups"
+    assert stored_in({"quantization_config": found}) == Stored("int8", "int8", *texts), "not in all groups"
     inputs = dict(num_bits=4, type="float")
     groups = {"group_0": dict(weights=dict(num_bits=4, group_size=16), input_activations=inputs)}
     own = NVFP4 | dict(config_groups=groups, kv_cache_quant_algo="FP8")
-    assert stored_in({"quantization_config": own}).left_out == (
-        "activations in 4 bits ('float')",
-        "keys and values in 'FP8'",
-    )
-    assert stored_in({"quantization_config": FP8 | dict(activation_scheme="dynamic")}).left_out
+    found = stored_in({"quantization_config": own})
+    assert (found.activations, found.cache) == (("activations in 4 bits ('float')",), ("keys and values in 'FP8'",))
+    assert stored_in({"quantization_config": FP8 | dict(activation_scheme="dynamic")}).activations
 
 
 INT4 = COMPRESSED["int4"][0]
@@ -90,7 +88,7 @@ def changed(**weights: Any) -> dict[str, Any]:
     return INT4 | dict(config_groups={"group_0": GROUP | dict(weights=GROUP["weights"] | weights)})
 
 
-METHODS = "must be none, awq, compressed-tensors, fp8, modelopt or mxfp4"
+METHODS = "must be awq, compressed-tensors, fp8, modelopt or mxfp4"
 REFUSED: list[tuple[Any, str]] = [
     (
         dict(quant_method="gptq", bits=4),

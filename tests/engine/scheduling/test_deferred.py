@@ -49,14 +49,14 @@ def test_tokens_come_back_in_order_and_only_stored_ones() -> None:
     assert np.frombuffer(found[0], np.int32).tolist() == [5, 9]
     assert np.frombuffer(found[1], np.float32).tolist() == [-5, -9]
     deferred.close(1)
-    assert add([7, 7, 7, 7]) == [False, False, False, True], "nobody ends with 7 any more"
+    assert add([7, 7, 7, 7]) == [False, False, False, True], "no open lane ends with 7 any more"
     assert [add([0] * 4)[3] for _ in range(MOST)] == [True] * (MOST - 2) + [False] * 2, "the lane is full"
     with pytest.raises(AssertionError, match="tokens of lane 3 are not delivered"):
         deferred.close(3)
 
 
 def never(engine: Engine) -> None:
-    engine._scheduler.running.lanes.defer_later = lambda sequence: None  # type: ignore[method-assign]
+    engine._scheduler.running.lanes.allow_deferral = lambda sequence: None  # type: ignore[method-assign]
 
 
 def contents(output: Output | SampleDelta) -> list[object]:

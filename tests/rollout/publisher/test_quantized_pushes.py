@@ -159,10 +159,10 @@ def test_an_audit_names_another_quantization_and_other_weights(folder: Path, tmp
         assert cause.name == "weights" and "layers.0.mlp.up_proj" in cause.text
 
 
-@pytest.mark.parametrize("setting", ["nvfp4", "awq:experts"])
+@pytest.mark.parametrize("setting", ["nvfp4", "awq:experts", "auto"])
 def test_formats_that_do_not_keep_values_are_not_saved(setting: Any, tmp_path: Path) -> None:
     """In a fleet, a restarted worker gets the weights of another worker. `fp8` keeps its values."""
-    with pytest.raises(ConfigError, match=f"save_folder: weights in {setting} do not have the same bits"):
+    with pytest.raises(ConfigError, match=f"save_folder: weights in quantization {setting} may not have the same bits"):
         check_saving(WorkerConfig(save_folder=str(tmp_path)), EngineConfig(model="m", quantization=setting))
     check_saving(WorkerConfig(save_folder=str(tmp_path)), EngineConfig(model="m", quantization="fp8"))
     with pytest.raises(ConfigError, match=f"quantization: {setting} is not supported in a fleet"):
