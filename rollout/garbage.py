@@ -4,13 +4,15 @@ Python's collector sometimes traverses all objects that can be part of a cycle. 
 requests, this takes about a second, in which neither the engine nor the sockets are served. After `bound_pauses`, a
 collection leaves out all objects that survived an earlier full collection. A cycle that is dropped after such a
 collection is found by the first full collection after `WHOLE_SECONDS`, which traverses all objects. Objects outside of
-cycles are freed at once, as always.
+cycles are freed at once, as always. A forked child keeps the parent's objects out of its collections.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import time
+from contextlib import suppress
 from typing import Any
 
 WHOLE_SECONDS = 600.0
@@ -25,7 +27,16 @@ def bound_pauses() -> None:
     if _around_collection not in gc.callbacks:
         _last_whole = time.monotonic()
         gc.callbacks.append(_around_collection)
+        os.register_at_fork(after_in_child=_forget)
         gc.freeze()
+
+
+def _forget() -> None:
+    """Leave a forked child as it is: to thaw its objects would copy the memory that it shares with the parent, and end
+    cycles that belong to the parent.
+    """
+    with suppress(ValueError):
+        gc.callbacks.remove(_around_collection)
 
 
 def _around_collection(phase: str, info: dict[str, Any]) -> None:

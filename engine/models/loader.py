@@ -538,7 +538,7 @@ def _check_tensors(
 
 def _check_copies(folder: Path, found: dict[str, list[_Found]], tied: Mapping[str, str]) -> None:
     for copy, original in tied.items():
-        if copy in found and not _are_equal(found[copy][0], found[original][0]):
+        if copy in found and (original not in found or not _are_equal(found[copy][0], found[original][0])):
             raise ModelError(
                 f"{folder}: {copy} differs from {original}, but config.json ties the two; set tie_word_embeddings to "
                 "false in config.json, or remove the tensor that is not used"

@@ -59,18 +59,15 @@ class Factors(NamedTuple):
 
 def merge_into(ops: Backend, out: Weight, plain: Tensor, factors: Factors) -> bool:
     """Store a weight with a merged adapter; if `out` is quantized, quantize the sum. Return whether all values are
-    finite; if not, `out` may be unchanged.
+    finite.
 
     `plain`: the weight without the adapter; for a quantized weight, the values of its codes. Raise ValueError for a sum
-    that the format of `out` cannot store.
+    that the format of `out` cannot store, such as one that is not finite.
     """
     if format_of(out) is None:
         return ops.merge_into(out, plain, *factors)
-    merged = ops.merge(plain, *factors)
-    is_finite = bool(merged.isfinite().all())
-    if is_finite:
-        out.copy_(merged)
-    return is_finite
+    out.copy_(ops.merge(plain, *factors))
+    return True
 
 
 class OptionalWeights:
@@ -84,7 +81,7 @@ class OptionalWeights:
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names, self._is_whole, self._is_stale = names, True, False
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, Weight] = {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -112,12 +109,12 @@ class OptionalWeights:
 
     def keep(self, tensors: Mapping[str, Weight]) -> None:
         """Copy the live values to the host."""
-        self._kept = {name: tensors[name].to_dense().to("cpu", copy=True) for name in self._names}
+        self._kept = {name: copy_of(tensors[name], torch.device("cpu")) for name in self._names}
 
     def put_back(self, tensors: Mapping[str, Weight]) -> None:
         """Copy the kept values to the live weights."""
-        for name, tensor in self._kept.items():
-            tensors[name].copy_(tensor)
+        for name, weight in self._kept.items():
+            tensors[name].copy_(weight)
         self._kept = {}
 
 

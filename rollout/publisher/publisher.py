@@ -746,8 +746,8 @@ def _roundings_of(model: Any, quantization: str) -> dict[str, Rounding]:
 
     try:
         return roundings(with_quantization(spec_of(unwrapped(model)), quantization))
-    except AlignmentError as error:
-        raise PushError(str(error)) from None
+    except (AlignmentError, ConfigError) as error:
+        raise PushError(f"adapters: a worker has quantization {quantization!r:.80}: {error}") from None
 
 
 def _check(holds: bool, name: str, rule: str, found: object) -> None:

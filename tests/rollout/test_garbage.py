@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 
@@ -48,6 +49,16 @@ def test_young_cycles_are_found_at_once() -> None:
     found = weakref.ref(Cycle())
     gc.collect()
     assert found() is None
+
+
+def test_a_forked_child_never_traverses_the_objects_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "WHOLE_SECONDS", 0.0)
+    gc.collect()  # thaws and freezes all objects
+    if (pid := os.fork()) == 0:
+        before = gc.get_freeze_count()
+        gc.collect()
+        os._exit(0 if gc.get_freeze_count() == before > 1000 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_two_calls_are_as_one() -> None:

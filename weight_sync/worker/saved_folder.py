@@ -61,8 +61,8 @@ class SavedPush(BaseModel):
 
 
 class SavedRecord(BaseModel):
-    """The saved weights. `model`, `dtype`: the worker's model and dtype. `push`: the push that the weights come from.
-    `base`: the push under whose name the weights before adapters are saved; None without adapters.
+    """The saved weights. `model`, `dtype`, `quantization`: those of the worker. `push`: the push that the weights come
+    from. `base`: the push under whose name the weights before adapters are saved; None without adapters.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -70,6 +70,7 @@ class SavedRecord(BaseModel):
     format: Literal[1] = 1
     model: Annotated[str, Field(max_length=4096)]
     dtype: Annotated[str, Field(max_length=80)]
+    quantization: Annotated[str, Field(max_length=80)]
     push: SavedPush
     base: SavedPush | None = None
 

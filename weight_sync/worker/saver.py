@@ -181,12 +181,14 @@ class Saver(threading.Thread):
         log.info("serving version %d of push %s from %s", record.push.weight_version, record.push.push_id, self._folder)
 
     def _check_owner(self, record: SavedRecord) -> None:
-        if (record.model, record.dtype) == (self._model, self._weights.dtype):
+        own = self._model, self._weights.dtype, self._weights.quantization
+        if (record.model, record.dtype, record.quantization) == own:
             return
         raise ConfigError(
-            f"save_folder: {self._folder} has weights of {record.model!r:.200} in {record.dtype:.80}, but this worker "
-            f"serves {self._model!r:.200} in {self._weights.dtype}; give another folder, or remove this one. If only "
-            f"the path of the model has changed, correct it in {self._folder.record_path}",
+            f"save_folder: {self._folder} has weights of {record.model!r:.200} in {record.dtype:.80} with quantization "
+            f"{record.quantization:.80}, but this worker serves {own[0]!r:.200} in {own[1]} with quantization "
+            f"{own[2]}; give another folder, or remove this one. If only the path of the model has changed, correct it "
+            f"in {self._folder.record_path}",
             field="save_folder",
         )
 
@@ -297,7 +299,8 @@ class Saver(threading.Thread):
                 writer.append(name, chunk)
             writer.finish()
         saved = None if base is None else base.push
-        record = SavedRecord(model=self._model, dtype=weights.dtype, push=order.push, base=saved)
+        settings = dict(model=self._model, dtype=weights.dtype, quantization=weights.quantization)
+        record = SavedRecord(**settings, push=order.push, base=saved)
         self._folder.replace_record(record)
         self._base = base
 

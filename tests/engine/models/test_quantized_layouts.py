@@ -536,3 +536,19 @@ def test_damaged_files_are_refused(name: str, folders: Callable[[str], Path], tm
     for setting in ("none", "auto"):
         with pytest.raises(ModelError, match=message):
             load(tmp_path, quantization=setting)
+
+
+def test_a_packed_embedding_with_a_plain_copy_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model("qwen3", tmp_path / "tied")
+    config = read_config(folder)
+    assert config["tie_word_embeddings"], "premise"
+    tensors = load_file(folder / FILE)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    members, _ = int4_symmetric(embedding.shape[0], embedding.shape[1], torch.Generator().manual_seed(0))
+    tensors |= {"lm_head.weight": embedding} | {f"model.embed_tokens.{name}": each for name, each in members.items()}
+    save_file(tensors, folder / FILE)
+    (folder / "config.json").write_text(json.dumps(config | dict(quantization_config=WRITERS["int4_symmetric"][1])))
+    with pytest.raises(
+        ModelError, match=r"lm_head.weight differs from model.embed_tokens.weight, but config.json ties"
+    ):
+        load(folder)

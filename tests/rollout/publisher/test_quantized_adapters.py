@@ -205,6 +205,28 @@ def test_sums_that_cannot_be_stored_are_refused(folder: Path, tmp_path: Path) ->
         assert_equal(dense(engine), before)
 
 
+def test_sums_that_are_not_finite_are_refused_whatever_the_push_accepts(folder: Path, tmp_path: Path) -> None:
+    address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "int8", target_modules=["up_proj"])
+    settings: dict[str, Any] = dict(dtype="bfloat16", quantization="int8", adapter_bytes=2**26)
+    with (
+        serving(folder, address, **settings) as engine,
+        publishing(address, "shared", reject_nonfinite=False) as to,
+    ):
+        to.push(model, 1)
+        before = dense(engine)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "layers.0.mlp.up_proj.lora_B" in name:
+                    parameter[0, 0] = torch.inf
+        pushes: list[dict[str, Any]] = [{}, dict(adapters=True), dict(adapters=True, adapter="a")]
+        for arguments in pushes:
+            with pytest.raises(
+                PushError, match=f"tensor {UP}: the sum with its adapter: .* NaN or infinite, which int8"
+            ):
+                to.push(model, 2, **arguments)
+        assert_equal(dense(engine), before)
+
+
 def test_a_weight_without_its_adapter_has_its_codes_again(folder: Path, tmp_path: Path) -> None:
     """In awq, values that are quantized again have other bits."""
     address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "awq", target_modules=["up_proj"])

@@ -333,8 +333,12 @@ def replace_by_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
-        (lambda path: record(path, model="other"), "has weights of 'other' in float32, but this worker serves 'fake'"),
-        (lambda path: record(path, dtype="bfloat16"), "has weights of 'fake' in bfloat16, .* 'fake' in float32"),
+        (
+            lambda path: record(path, model="other"),
+            "has weights of 'other' in float32 .*, but this worker serves 'fake'",
+        ),
+        (lambda path: record(path, dtype="bfloat16"), "has weights of 'fake' in bfloat16 .* 'fake' in float32"),
+        (lambda path: record(path, quantization="int8"), "with quantization int8, .* 'fake' in .* quantization none"),
         (corrupt, "saved version 7: tensor embed: expected checksum .* remove"),
         (cut, "saved version 7: .*not a whole safetensors file"),
         (lambda path: shutil.rmtree(path / "weights" / FIRST.name), "saved version 7: disk: cannot read"),
