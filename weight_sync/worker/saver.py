@@ -299,8 +299,9 @@ class Saver(threading.Thread):
                 writer.append(name, chunk)
             writer.finish()
         saved = None if base is None else base.push
-        settings = dict(model=self._model, dtype=weights.dtype, quantization=weights.quantization)
-        record = SavedRecord(**settings, push=order.push, base=saved)
+        record = SavedRecord(
+            model=self._model, dtype=weights.dtype, quantization=weights.quantization, push=order.push, base=saved
+        )
         self._folder.replace_record(record)
         self._base = base
 
