@@ -140,7 +140,12 @@ class Replay:
         scheduler.publish(chunks)
         decodes, num_decodes = takers.decodes, len(takers.decodes.lanes)
         drawn = [self._draw(sample) for sample in takers.samples]
-        lanes.accept(decodes, drawn[:num_decodes], takers.counts[:num_decodes])
+        lanes.accept(
+            decodes,
+            np.array(drawn[:num_decodes], np.int64),
+            takers.counts[:num_decodes],
+            np.zeros(num_decodes, np.bool_),
+        )
         for sequence, sample in zip(decodes.sequences, takers.samples[:num_decodes], strict=True):
             self._go_on(sequence, sample)
         for place, group in takers.prompts:

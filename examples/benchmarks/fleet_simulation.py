@@ -221,7 +221,9 @@ class Worker:
         scheduler.publish(chunks)
         decodes = takers.decodes
         drawn = [sample.order[1] for sample in takers.samples[: len(decodes)]]
-        scheduler.running.lanes.accept(decodes, drawn, takers.counts[: len(decodes)])
+        scheduler.running.lanes.accept(
+            decodes, np.array(drawn, np.int64), takers.counts[: len(decodes)], np.zeros(len(decodes), np.bool_)
+        )
         ended = []
         for sequence, sample in zip(decodes.sequences, takers.samples, strict=False):
             if self._is_over(sample):

@@ -148,7 +148,7 @@ def test_sessions_have_a_model_or_choose_it_with_each_call(front: Front, push: A
         base, adapted = drawn(begin(), api, "any"), drawn(begin(), api, "a")
         assert (base[0], adapted[0]) == ("tiny", "a") and base[1] != adapted[1]
         assert drawn(begin(model="a"), api, "any") == adapted and drawn(begin(model="tiny"), api, "a") == base
-    refused = front.post("/sessions", dict(model="b"))
+    refused = front.post("/sessions", dict(model="c"))
     assert refused.status_code == 404 and error_of(refused)["code"] == "model_not_found"
     url = begin(model="a")
     assert front.post("/v1/unload_lora_adapter", dict(lora_name="a")).status_code == 200
