@@ -22,6 +22,7 @@ def test_the_slower_of_arithmetic_and_memory_limits_an_op() -> None:
     assert parts.keys() == expected.keys()
     for name, part in parts.items():
         assert part == pytest.approx(expected[name]), name
+    assert REPORT["best_products"]([2, 2.0, seconds, flops, num_bytes]) == pytest.approx(50.0)
 
 
 def test_the_table_lists_the_largest_gaps_first_and_the_picture_is_written(
