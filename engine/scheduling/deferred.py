@@ -30,7 +30,7 @@ class Deferred:
         self.is_open, self.counts = np.zeros(capacity, np.bool_), np.zeros(capacity, np.int64)
         self._tokens, self._logprobs = np.zeros((capacity, MOST), np.int32), np.zeros((capacity, MOST), np.float32)
         self._ending: list[frozenset[int]] = [frozenset()] * capacity
-        self._num_lanes = Counter[int]()  # by token: the open lanes whose sample the token may end
+        self._num_lanes = Counter[int]()  # by token: how many open lanes have a sample that it may end
         self._all_ending: np.ndarray | None = None  # the keys of `_num_lanes`, until they change
 
     def open(self, lane: int, ending: frozenset[int]) -> None:

@@ -3,7 +3,7 @@
 A worker with drafts serves a tiny model with a vision tower, with an HTTP front end in front of it. At the same time:
 
 - groups, streams, scores, prompts with images, and sessions of agents, over ZMQ and over HTTP; some are aborted;
-- canaries: equal requests over ZMQ, over HTTP and through a fleet, whose bits must be equal under equal weights;
+- canaries: equal requests over ZMQ, over HTTP and through a fleet, which must get equal bits under equal weights;
 - a trainer in another process pushes two sets of weights in turn, with `recompute` and with `keep`;
 - the worker sleeps and wakes up;
 - a client in another process, and a second worker, are killed with SIGKILL and started again.

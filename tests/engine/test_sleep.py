@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,8 +17,10 @@ from trueroll.engine.cache.memory import DeviceArena
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import Output, ScoreRequest, Tag
 from trueroll.engine.running import model_runner, weight_memory
+from trueroll.kernels.quantization import FORMATS, format_of, round_trip
 
 from .checkpoints import addresses, another_version, read_tensors, stage
+from .drafting.mtp_models import make_mtp_model
 from .drive import bits, drain, executor_of, generate, make_engine, run, samples_of, score, tokens
 
 MIB = 2**20
@@ -297,3 +300,23 @@ def test_ten_sleeps_do_not_grow_memory(large: Path, level: int) -> None:
     assert max(cycle() for _ in range(10)) - first < 4 * MIB
     fresh = make_engine(large, num_blocks=None, kv_memory=64 * MIB).memory()
     assert engine.memory() == fresh | {"spare": fresh["weights"] if level == 2 else 0}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_mtp_module_has_its_codes_again(level: int, tmp_path: Path) -> None:
+    """In awq, values that are quantized again have other bits."""
+    folder = make_mtp_model("qwen3_5", tmp_path / "model")
+    settings: dict[str, Any] = dict(backend="cpu", dtype="bfloat16", quantization="awq", speculative="mtp")
+    engine = make_engine(folder, **settings)
+
+    def values() -> dict[str, torch.Tensor]:
+        found = {name: each for name, each in engine.weights.tensors.items() if name.startswith("mtp.")}
+        return {name: each.to_dense().clone() for name, each in found.items() if format_of(each)}
+
+    before = values()
+    again = [round_trip(each, FORMATS["awq"]) for each in before.values()]
+    assert not all(map(torch.equal, again, before.values())), "premise"
+    engine.sleep(level, ["weights"], "abort")
+    engine.wake_up(["weights"])
+    after = values()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)

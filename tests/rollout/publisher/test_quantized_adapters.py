@@ -23,6 +23,7 @@ from trueroll.kernels.quantization import FORMATS
 from trueroll.kernels.training import align, merged_weights, token_log_probs
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.auditing import audit
+from trueroll.rollout.publisher import publisher
 
 from .test_expert_pushes import assert_equal, dense, publishing, serving
 
@@ -285,3 +286,8 @@ def test_workers_with_different_formats_have_different_bases(folder: Path, tmp_p
         to.connect(addresses)
         with pytest.raises(PushError, match=r"adapters: worker .* stores weights in none, but .* in fp8, so"):
             to.push(model, 1, adapters=True)
+
+
+def test_a_format_that_only_a_worker_knows_is_named(folder: Path) -> None:
+    with pytest.raises(PushError, match="adapters: a worker has quantization 'fp7': quantization must be one of"):
+        publisher._roundings_of(trainer_of(folder, "int8"), "fp7")
