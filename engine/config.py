@@ -27,6 +27,7 @@ Quantization = Literal[
     "nvfp4",
     "awq",
     "int8_dynamic",
+    "fp8_dynamic",
     "fp8:experts",
     "fp8_channel:experts",
     "int8:experts",
@@ -35,6 +36,7 @@ Quantization = Literal[
     "nvfp4:experts",
     "awq:experts",
     "int8_dynamic:experts",
+    "fp8_dynamic:experts",
 ]
 
 KvCacheDtype = Literal["auto", "int8", "fp8"]
@@ -72,9 +74,9 @@ class EngineConfig(BaseModel):
     `quantization`: the format in which weights are stored (`kernels.precision`), such as `fp8`. The worker quantizes
     the weights of a checkpoint and of each push. With `none`, weights have the bits that a trainer pushes; the matrices
     of a quantized checkpoint are dequantized. `auto` keeps the matrices of a quantized checkpoint as they are stored,
-    and quantizes pushes to the same format; for other checkpoints, `auto` is `none`. With `int8_dynamic`, products also
-    quantize their activations, token by token (`kernels.dynamic`); this needs the backend `cpu` or `reference`. A
-    trainer must use the same quantization as the engine.
+    and quantizes pushes to the same format; for other checkpoints, `auto` is `none`. With `int8_dynamic` and
+    `fp8_dynamic`, products also quantize their activations, token by token (`kernels.dynamic`); this needs the backend
+    `cpu` or `reference`. A trainer must use the same quantization as the engine.
 
     `kv_cache_dtype`: how keys and values are stored: `auto`, in the model's dtype; `int8` or `fp8`, in codes of 8 bits
     (`kernels.cache_formats`). Each key and value is quantized once, when it is computed. A trainer must use the same

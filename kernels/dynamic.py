@@ -1,16 +1,23 @@
-"""Products with quantized activations: formats with `Format.activations`, such as `int8_dynamic`.
+"""Products with quantized activations: formats with `Format.activations`, such as `int8_dynamic` and `fp8_dynamic`.
 
-A product of x [M, K] with a quantized matrix first quantizes each row of x, which is a token, by itself:
+A product of x [M, K] with a quantized matrix first quantizes each row of x, which is a token, by itself. With L for the
+largest number of the kind `Format.activations` (`LARGEST`: 127 for `int8`, 448 for `e4m3`):
 
-- The peak of a row is its largest magnitude. The row's scale is peak / 127, rounded to float32, and bounded to
-  [`LEAST_SCALE`, `MOST` / 127] (`kernels.quantization`). The quotients of the elements and the scale are rounded to
-  float32, and then to the nearest integer. Ties go to the even integer. So the integers are from -127 to 127, and a row
-  of zeros has zeros.
+- The peak of a row is its largest magnitude. The row's scale is peak / L, rounded to float32, and bounded to
+  [`LEAST_SCALE`, `MOST` / L] (`kernels.quantization`). The quotients of the elements and the scale are rounded to
+  float32, and then to the nearest number of the kind. Ties go to the number with an even code. So the numbers are from
+  -L to L, and a row of zeros has zeros.
 - If an element is NaN or infinite, the scale is NaN, and all results of the row are NaN. Other rows are not affected.
 
-The sum over K of the products of integers is exact, so its order does not matter. The float32 result is
+Then the sum over K of the products of the row's numbers and the matrix's numbers is a float32 number:
 
-    (the sum, rounded to float32) * (the scale of the matrix's row) * (the row's scale)
+- `int8`: the exact sum of integers, rounded once. No order of additions exists.
+- `e4m3`: the bits that the same backend gives for plain matrices: a `back_sums` of the row's numbers and the matrix's
+  numbers, all in the dtype of x, which represents them exactly.
+
+The float32 result is
+
+    (the sum) * (the scale of the matrix's row) * (the row's scale)
 
 from left to right, and rounded to float32 after each step. The result takes the place of the float32 sum of a plain
 product: it is a `back_sums` or a piece of one, or the bias is added to it, and it is rounded to the dtype of x.
@@ -26,23 +33,25 @@ Owns no memory. Source: LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339) for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .quantization import LARGEST, LEAST_SCALE, MOST, Format, Quantized, divided, quantize, refuse_elements
+from .quantization import LARGEST, LEAST_SCALE, MOST, Format, Quantized, divided, nearest, quantize, refuse_elements
 
 MOST_COLUMNS = (2**31 - 1) // (127 * 128)  # published codes of weights may be -128
-"""A matrix with quantized activations has at most this number of columns, so that sums are integers of 32 bits."""
+"""A matrix with activations of the kind `int8` has at most this number of columns, so that sums have 32 bits."""
 
-_SLICE = 2**22  # elements of a matrix that are converted to float64 at a time
+Sums: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Returns the plain float32 sums [M, N] of rows [M, K] and a matrix [N, K], both float32."""
+
+_SLICE = 2**22  # elements of a matrix whose numbers are computed at a time
+_ROWS = 512  # a slice has a multiple of this number of rows: the tiles into which `reference` cuts a plain matrix
 
 
 class CodedRows(NamedTuple):
-    """Quantized rows of activations. `numbers`: the integers, float32 [M, K]; 0 in rows with NaN. `scales`: float32
-    [M].
-    """
+    """Quantized rows of activations. `numbers`: float32 [M, K]; 0 in rows with NaN. `scales`: float32 [M]."""
 
     numbers: Tensor
     scales: Tensor
@@ -61,25 +70,33 @@ def row_peaks(x: Tensor) -> Tensor:
     return peaks.where(peaks.isfinite(), torch.nan)
 
 
-def quantize_rows(x: Tensor, peaks: Tensor | None = None) -> CodedRows:
-    """Quantize each row of x [M, K]. `peaks`: the peaks of rows of which x has only some columns; None for whole
-    rows.
+def quantize_rows(x: Tensor, format: Format, peaks: Tensor | None = None) -> CodedRows:
+    """Quantize each row of x [M, K] as a format with activations requires. `peaks`: the peaks of rows of which x has
+    only some columns; None for whole rows.
     """
-    peaks = row_peaks(x) if peaks is None else peaks
-    scales = divided(peaks, LARGEST["int8"]).clamp_(LEAST_SCALE, MOST / LARGEST["int8"])
-    numbers = (x.float() / scales[:, None]).clamp_(-LARGEST["int8"], LARGEST["int8"]).round_()
-    return CodedRows(numbers.where(scales.isfinite()[:, None], 0.0), scales)
+    assert format.activations is not None, f"a format with plain activations (got {format})"
+    peaks, largest = row_peaks(x) if peaks is None else peaks, LARGEST[format.activations]
+    scales = divided(peaks, largest).clamp_(LEAST_SCALE, MOST / largest)
+    quotients = (x.float() / scales[:, None]).where(scales.isfinite()[:, None], 0.0)
+    return CodedRows(nearest(quotients, format.activations), scales)
 
 
-def coded_product(rows: CodedRows, weight: Quantized) -> Tensor:
-    """Return the float32 product [M, N] of quantized rows and a quantized matrix [N, K]."""
-    left, out = rows.numbers.double(), rows.numbers.new_empty(len(rows.numbers), weight.shape[0])
-    step = max(_SLICE // max(weight.shape[1], 1), 1)
+def coded_product(rows: CodedRows, weight: Quantized, plain_sums: Sums) -> Tensor:
+    """Return the float32 product [M, N] of quantized rows and a quantized matrix [N, K]. `plain_sums`: those of the
+    backend.
+    """
+    sums = _exact_sums if weight.format.activations == "int8" else plain_sums
+    out = rows.numbers.new_empty(len(rows.numbers), weight.shape[0])
+    step = max(_SLICE // max(weight.shape[1], 1) // _ROWS, 1) * _ROWS
     for start in range(0, weight.shape[0], step):
         part = slice(start, start + step)
-        # Each sum is an integer below 2**31, so every order of additions in float64 is exact.
-        out[:, part] = left @ weight.rows(part).numbers().double().T
+        out[:, part] = sums(rows.numbers, weight.rows(part).numbers())
     return out.mul_(weight.scales[:, 0]).mul_(rows.scales[:, None])
+
+
+def _exact_sums(rows: Tensor, matrix: Tensor) -> Tensor:
+    # Each sum is an integer below 2**31, so every order of additions in float64 is exact.
+    return (rows.double() @ matrix.double().T).float()
 
 
 class CodedWeight:

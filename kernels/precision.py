@@ -2,8 +2,8 @@
 
 `quantization` names a format of `kernels.quantization`, such as `fp8`, and optionally the weights: `fp8` quantizes the
 matrices of all attentions, recurrences, MLPs and experts, and `fp8:experts` only the stacked matrices of experts. With
-a format such as `int8_dynamic`, products with these matrices also quantize their activations (`kernels.dynamic`),
-except with the parts `k_up` and `v_up` of latent attention.
+a format that has activations, such as `int8_dynamic`, products with these matrices also quantize their activations
+(`kernels.dynamic`), except with the parts `k_up` and `v_up` of latent attention.
 Embeddings, the head, routers, the gates of recurrences, norms, biases, convolutions and vision towers keep the dtype of
 the model. `none` quantizes nothing. `kv_cache_dtype` names a format of `kernels.cache_formats` for keys and values;
 `auto` is the dtype of the model.
@@ -68,13 +68,13 @@ def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:
     roles = EXPERT_ROLES if of_experts else MATRIX_ROLES
     held = {role: replace(plain.get(role, PLAIN), format=FORMATS[name]) for role in roles if role in spec.names}
     quantized = replace(spec, held={**plain, **held}, quantization=setting)
-    if quantized.quantizes_activations:
+    if FORMATS[name].activations == "int8":
         _check_columns(quantized)
     return quantized
 
 
 def _check_columns(spec: DecoderSpec) -> None:
-    """Raise ConfigError if a product with quantized activations has too many columns for sums of 32 bits."""
+    """Raise ConfigError if a product of integers has too many columns for sums of 32 bits."""
     name, columns = max(((name, shape[-1]) for name, (shape, _) in _quantized(spec).items()), key=lambda each: each[1])
     if columns > MOST_COLUMNS:
         raise ConfigError(

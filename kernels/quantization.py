@@ -58,7 +58,8 @@ class Format:
     and one of eight magnitudes, in 4 bits. `int4`: 0 to 15, minus the zero point of the block. `scale`: the kind of the
     scales. `e8m0`: a power of two, stored as one byte. `e4m3`: a float8_e4m3fn times a float32 scale that `ROWS` rows
     share. `columns`: the columns of a block; None for all columns. `rows`: the rows of a block. `activations`: the kind
-    of the codes to which a product quantizes its activations (`kernels.dynamic`); None for plain activations.
+    of the numbers to which a product quantizes its activations (`kernels.dynamic`), the kind of the codes; None for
+    plain activations.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Format:
     scale: Scale
     columns: int | None
     rows: int = 1
-    activations: Literal["int8"] | None = None
+    activations: Element | None = None
 
     @property
     def bits(self) -> int:
@@ -93,6 +94,7 @@ FORMATS = {
         Format("nvfp4", "e2m1", "e4m3", 16),
         Format("awq", "int4", "float16", 128),
         Format("int8_dynamic", "int8", "float32", None, activations="int8"),
+        Format("fp8_dynamic", "e4m3", "float32", None, activations="e4m3"),
     )
 }
 """The formats, by the names that settings use."""
@@ -198,10 +200,15 @@ def quantize(matrix: Tensor, format: Format, unit: int | None = None) -> Quantiz
     """Quantize a matrix [R, C] of finite numbers.
 
     `unit`: the matrix consists of matrices with this many rows, one below the other, and blocks of several rows begin
-    anew in each of them. Raise ValueError for NaN and infinite elements, and for elements that are too large for
-    scales in float16.
+    anew in each of them. With activations of the kind `e4m3`, the codes are those of the values in the matrix's dtype,
+    so that the values alone determine a product. Raise ValueError for NaN and infinite elements, and for elements that
+    are too large for scales in float16.
     """
-    return join([_quantize_rows(part, matrix, format) for part in _slices(matrix.detach(), unit)], 0)
+    found = join([_quantize_rows(part, matrix, format) for part in _slices(matrix.detach(), unit)], 0)
+    if format.activations != "e4m3" or not _may_lose_codes(found, matrix.dtype):
+        return found
+    values = found.values().to(matrix.dtype)
+    return join([_quantize_rows(part, values, format) for part in _slices(values, unit)], 0)
 
 
 def round_trip(matrix: Tensor, format: Format, unit: int | None = None) -> Tensor:
@@ -225,6 +232,14 @@ def refuse_elements(format: Format, index: Tensor) -> None:
             f"single elements of a weight in {format.name} cannot be replaced, because the elements of a block share a "
             "scale; replace all rows"
         )
+
+
+def _may_lose_codes(found: Quantized, dtype: torch.dtype) -> bool:
+    """Return whether a value of the kind `e4m3`, rounded to the dtype, may be nearest to another number than its own.
+    This needs a scale with which the numbers' least distance is near the dtype's.
+    """
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return bool((found.scales * 2.0**-9 < 8 * least).any())
 
 
 def _slices(matrix: Tensor, unit: int | None) -> Iterator[Tensor]:
@@ -300,13 +315,23 @@ def _over_rows(peaks: Tensor, count: int) -> Tensor:
     return padded.unflatten(0, (-1, count)).amax(1).repeat_interleave(count, 0)[: len(peaks)]
 
 
+def nearest(quotients: Tensor, element: Element) -> Tensor:
+    """Return the nearest numbers of the kind `e4m3` or `int8`, as float32. Numbers beyond the largest one become the
+    largest one.
+    """
+    if element == "e4m3":
+        return _look_up(_E4M3_VALUES, _codes(quotients, element))
+    assert element == "int8", f"numbers of the kind e4m3 or int8 (got {element})"
+    return quotients.clamp(-LARGEST[element], LARGEST[element]).round_()
+
+
 def _codes(quotients: Tensor, element: Element) -> Tensor:
     largest = LARGEST[element]
+    if element == "int8":
+        return nearest(quotients, element).to(torch.int8).view(torch.uint8)
     bounded = quotients.clamp(-largest, largest)
     if element == "e4m3":
         return bounded.to(torch.float8_e4m3fn).view(torch.uint8)
-    if element == "int8":
-        return bounded.round_().to(torch.int8).view(torch.uint8)
     magnitude, code = bounded.abs(), torch.signbit(bounded).to(torch.uint8).mul_(8)
     for bound, is_up in _E2M1_BOUNDS:
         code += magnitude >= bound if is_up else magnitude > bound

@@ -115,7 +115,7 @@ def new_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 def linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, CodedWeight):
-        product = coded_product(quantize_rows(x), weight.quantized())
+        product = _coded_product(x, weight)
         return (product if bias is None else product + bias.float()).to(x.dtype)
     x, weight = _whole_columns(x), _whole_columns(weight)
     tiles = _row_tiles(x)
@@ -240,9 +240,9 @@ def project_back(
 def back_sums(x: Tensor, weight: Tensor | CodedWeight, pieces: Pieces, peaks: Tensor | None = None) -> Tensor:
     bounds = pieces.bounds(x.shape[1])
     if isinstance(weight, CodedWeight):
-        rows, matrix = quantize_rows(x, peaks), weight.quantized()
+        rows, matrix = quantize_rows(x, weight.format, peaks), weight.quantized()
         parts = ((rows.columns(start, end), matrix.columns(start, end - start)) for start, end in bounds)
-        return _tree([coded_product(*part) for part in parts])
+        return _tree([coded_product(*part, lm_head) for part in parts])
     return _tree([lm_head(x[:, start:end], weight[:, start:end]) for start, end in bounds])
 
 
@@ -363,10 +363,14 @@ def _of_expert(stack: Tensor | CodedWeight, expert: int, count: int) -> Tensor |
     return stack.narrow(0, expert * rows, rows)
 
 
+def _coded_product(x: Tensor, weight: CodedWeight) -> Tensor:
+    return coded_product(quantize_rows(x, weight.format), weight.quantized(), lm_head)
+
+
 def _wide_product(x: Tensor, weight: Tensor | CodedWeight) -> Tensor:
     """Return the float32 product of x and the transposed weight."""
     if isinstance(weight, CodedWeight):
-        return coded_product(quantize_rows(x), weight.quantized())
+        return _coded_product(x, weight)
     return lm_head(x, weight)
 
 

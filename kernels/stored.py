@@ -128,6 +128,11 @@ _COMPRESSED: Sequence[tuple[_Weights, str, str]] = (
     (_Weights(("pack-quantized",), "int", 4, "group", 128), "int4_symmetric", "awq"),
     (_Weights(("pack-quantized",), "int", 4, "group", 128, False), "int4", "awq"),
 )
+_WITH_ACTIVATIONS = {
+    # the layout: the type of the activations, the setting
+    "fp8_channel": ("float", "fp8_dynamic"),
+    "int8": ("int", "int8_dynamic"),
+}
 
 
 def _compressed(found: Mapping[str, Any]) -> Stored:
@@ -143,14 +148,15 @@ def _compressed(found: Mapping[str, Any]) -> Stored:
         several = " and ".join(sorted(layout for layout, _ in layouts))
         raise ModelError(f"config_groups in {_PLACE} must store all weights in one way (got {several}); {_ADVICE}")
     ((layout, setting),) = layouts
-    if layout == "int8" and all(_is_int8_per_token(group.get("input_activations")) for group in groups.values()):
-        setting = "int8_dynamic"
+    kind, with_activations = _WITH_ACTIVATIONS.get(layout, (None, setting))
+    if all(_is_per_token(group.get("input_activations"), kind) for group in groups.values()):
+        setting = with_activations
     return Stored(layout, setting, _activations(found), _cache(found))
 
 
-def _is_int8_per_token(scheme: Any) -> bool:
-    """Return whether activations are quantized as `int8_dynamic` does."""
-    wanted = dict(type="int", num_bits=8, strategy="token", dynamic=True, symmetric=True)
+def _is_per_token(scheme: Any, kind: str | None) -> bool:
+    """Return whether activations are quantized token by token, to numbers of this kind of 8 bits."""
+    wanted = dict(type=kind, num_bits=8, strategy="token", dynamic=True, symmetric=True)
     return isinstance(scheme, dict) and all(scheme.get(name) == value for name, value in wanted.items())
 
 

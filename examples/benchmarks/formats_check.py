@@ -3,10 +3,11 @@
     pip install --no-deps --target FOLDER compressed-tensors==0.20.1 torchao==0.18 loguru==0.7.3
     PYTHONPATH=FOLDER python examples/benchmarks/formats_check.py
 
-The first table has a line for each format, package and matrix. It leaves out `int8_dynamic`, which stores the codes of
-`int8`. `random` has a million normal numbers. `boundary` has
-each number of the format, the middle between each two, and the float32 numbers next to both, times several factors.
-`tiny` has the same, times a factor so small that scales are at their lower limit. The table counts
+The first table has a line for each format, package and matrix. Formats with quantized activations store the codes of
+other formats; for them, the table compares the activations, with the rows of the matrix as tokens, and with
+compressed-tensors only. `random` has a million normal numbers. `boundary` has each number of the format, the middle
+between each two, and the float32 numbers next to both, times several factors. `tiny` has the same, times a factor so
+small that scales are at their lower limit. The table counts
 
 - `values`: the elements with other values, for the codes and scales of `kernels.quantization`;
 - `codes`: the elements with other codes, where the package quantizes with the same scales;
@@ -55,6 +56,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models.quantized.layouts import LAYOUTS, Matrix
 from trueroll.engine.running.loading import load_model
+from trueroll.kernels.dynamic import quantize_rows
 from trueroll.kernels.quantization import FORMATS, Format, Quantized, quantize
 
 ROWS, COLUMNS = 1024, 1024
@@ -73,6 +75,7 @@ STORED = {"fp8_channel": "float-quantized", "fp8_block": "float-quantized", "int
 STORED |= {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 STORED |= {"int4_symmetric": "pack-quantized", "int4": "pack-quantized"}
 LAYOUT_OF = {"fp8": "fp8_block", "awq": "int4"}
+LAYOUT_WITH_ACTIVATIONS = {"fp8_dynamic": "fp8_channel", "int8_dynamic": "int8"}
 
 
 class Counts(NamedTuple):
@@ -149,6 +152,17 @@ def by_compressed_tensors(matrix: Tensor, format: Format, ours: Quantized) -> Co
     )
 
 
+def activations_by_compressed_tensors(matrix: Tensor, format: Format) -> Counts:
+    scheme = preset_name_to_scheme(PRESETS[LAYOUT_WITH_ACTIVATIONS[format.name]], [])
+    args: QuantizationArgs = scheme.input_activations
+    ours = quantize_rows(matrix, format)
+    scales = ours.scales[:, None]
+    values = dequantize(ours.numbers, scales, None, args, torch.float32)
+    codes = quantize_with(matrix, scales, None, args, torch.float32)
+    theirs, _ = calculate_qparams(*torch.aminmax(matrix, dim=1, keepdim=True), args)
+    return Counts(count(ours.numbers * scales, values), int((ours.numbers != codes).sum()), count(scales, theirs))
+
+
 def _blocks(matrix: Tensor, format: Format) -> Tensor:
     group = format.group(matrix.shape[1])
     rows = matrix.unflatten(1, (-1, group)).unflatten(0, (-1, format.rows))
@@ -217,6 +231,12 @@ def table_of_formats() -> Table:
                 ]
                 sums = (sum(each) for each in zip(*found, strict=True))
                 table.add_row(format.name, package, make.__name__, f"{matrix.numel():,}", *map("{:,}".format, sums))
+    for format in (each for each in FORMATS.values() if each.activations is not None):
+        for make in (random, boundary, tiny):
+            matrix = make(format)
+            counts = activations_by_compressed_tensors(matrix, format)
+            row = f"{format.name}, activations", "compressed-tensors", make.__name__, f"{matrix.numel():,}"
+            table.add_row(*row, *map("{:,}".format, counts))
     return table
 
 

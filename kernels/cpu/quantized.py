@@ -8,15 +8,15 @@ rows that begins at a panel is a slice of the memory. A panel holds, one after t
 - for each group of columns (`Format.group`; all columns if the format has one scale for each row):
     - the 16 scales of its rows, in the dtype of `Quantized.scales`;
     - for `awq`, the 16 zero points of its rows, one byte each;
-    - the codes. `int8`: 16 bytes for each column. `int8_dynamic`: the integers plus 128, 64 bytes for each four
-      columns, with a row's four codes side by side. `e4m3`: 32 bytes for each two columns, with a row's two codes side
-      by side. Codes of 4 bits: 16 bytes for each two columns, with the left column's code in the lower half of a row's
-      byte.
+    - the codes. `int8`: 16 bytes for each column; with activations of the kind `int8`, the integers plus 128, 64 bytes
+      for each four columns, with a row's four codes side by side. `e4m3`: 32 bytes for each two columns, with a row's
+      two codes side by side. Codes of 4 bits: 16 bytes for each two columns, with the left column's code in the lower
+      half of a row's byte.
 
-So a row takes 1 byte for each column in `int8`, `int8_dynamic`, `fp8_channel` and `fp8`, and half a byte in `mxfp4`,
-`nvfp4` and `awq`. In addition, a row takes 4 bytes in `int8`, `int8_dynamic` and `fp8_channel`, 4 bytes for each 128
-columns in `fp8`, 1 byte for each 32 columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`,
-and 3 bytes for each 128 columns in `awq`. Padding has codes of the number 0 and scales of 1.
+So a row takes 1 byte for each column in formats of the kinds `int8` and `e4m3`, and half a byte in `mxfp4`, `nvfp4` and
+`awq`. In addition, a row takes 4 bytes in formats with one scale for each row, 4 bytes for each 128 columns in `fp8`,
+1 byte for each 32 columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`, and 3 bytes for
+each 128 columns in `awq`. Padding has codes of the number 0 and scales of 1.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _sizes(format: Format, columns: int) -> tuple[int, int, int]:
 
 def _codes_of_panels(codes: Tensor, format: Format) -> Tensor:
     """Return codes [R, C] in the order of the panels, uint8 [panels, bytes]."""
-    if format.activations is not None:
+    if format.activations == "int8":
         return (codes ^ _OFFSET).view(-1, PANEL_ROWS, codes.shape[1] // 4, 4).transpose(1, 2).flatten(1)
     pairs = codes.view(-1, PANEL_ROWS, codes.shape[1] // 2, 2)
     if format.element == "int8":
@@ -222,7 +222,7 @@ def _codes_of_panels(codes: Tensor, format: Format) -> Tensor:
 
 def _codes_of_rows(panels: Tensor, format: Format) -> Tensor:
     """Return codes [panels, bytes] as [R, C]."""
-    if format.activations is not None:
+    if format.activations == "int8":
         return (panels ^ _OFFSET).unflatten(1, (-1, PANEL_ROWS, 4)).transpose(1, 2).flatten(2).flatten(0, 1)
     if format.element == "int8":
         return panels.unflatten(1, (-1, PANEL_ROWS)).transpose(1, 2).flatten(0, 1)

@@ -22,7 +22,7 @@ Table: TypeAlias = dict[str, dict[str, str]]
 
 KERNELS = {
     "dtype": "Dtype of weights, and of the KV cache by default; auto: the dtype in config.json.",
-    "quantization": "Format of weights, such as fp8, or of activations too: int8_dynamic; auto: as stored.",
+    "quantization": "Format of weights, like fp8, or of activations too: int8_dynamic, fp8_dynamic; auto: as stored.",
     "kv_cache_dtype": "How keys and values are stored: auto (the model's dtype), int8 or fp8.",
     "device": "Torch device, such as cpu or cuda.",
     "backend": "Kernels: cpu, triton (GPU) or reference; auto: the device's native kernels if they support the model.",

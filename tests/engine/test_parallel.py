@@ -121,7 +121,10 @@ def test_engines_with_several_ranks_give_the_same_bits_and_statistics(model: str
     assert stats[1].preemptions > 0 and stats[1].prefix_hits > 0 and stats[1].checkpoints_restored > 0, "premise"
 
 
-def test_ranks_of_the_library_exchange_the_scales_of_activations(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", ["fp8_dynamic", "int8_dynamic"])
+def test_ranks_of_the_library_exchange_the_scales_of_activations(
+    model: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The layers run in one call of the library."""
 
     def fail(*_: Any) -> None:
@@ -130,7 +133,7 @@ def test_ranks_of_the_library_exchange_the_scales_of_activations(model: str, mon
     monkeypatch.setattr(RankedOps, "_peaks", fail)
     request, found = generate("a", tokens(60), n=2, max_tokens=6), dict[int, Any]()
     for size in (1, 2):
-        with engine_of(model, size, dtype="bfloat16", quantization="int8_dynamic") as engine:
+        with engine_of(model, size, dtype="bfloat16", quantization=quantization) as engine:
             found[size] = run(engine, 1, [request])
     assert found[2] == found[1] and len(found[1]) == 2
 

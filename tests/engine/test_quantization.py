@@ -1,4 +1,6 @@
-"""Quantized weights: a trainer with the same setting computes the bits of the worker."""
+"""Quantized weights and activations: a trainer with the same setting computes the bits of the worker, and no bit
+depends on how samples are computed.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,57 @@ from trueroll.kernels.quantization import FORMATS
 from trueroll.kernels.training import align, aligned_with
 
 from .drive import make_engine
+from .test_host_tier import CASES, converse
 from .test_trainer_log_probs import count_differences, packed, padded, roll_out, trainer_model
 
 FAMILIES = ("llama", "qwen3_moe", "qwen3_5_moe", "deepseek_v3")
-CELLS = [*product(FAMILIES, FORMATS), ("qwen3_moe", "mxfp4:experts")]
+# The formats with quantized activations, and the formats with the same weights and plain activations.
+WITH_ACTIVATIONS = {"int8_dynamic": "int8", "fp8_dynamic": "fp8_channel"}
+CELLS = [*product(FAMILIES, FORMATS, ["cpu"]), ("qwen3_moe", "mxfp4:experts", "cpu")]
+CELLS += product(FAMILIES, WITH_ACTIVATIONS, ["reference"])
 
 
-@pytest.mark.parametrize(("family", "setting"), CELLS)
-@thinned(lambda family, setting: family == "llama" or setting in ("fp8", "mxfp4:experts"))
+@pytest.mark.parametrize(("family", "setting", "backend"), CELLS)
+@thinned(
+    lambda family, setting, backend: (
+        (family == "llama" and (backend == "cpu" or setting == "fp8_dynamic")) or setting in ("fp8", "mxfp4:experts")
+    )
+)
 def test_a_trainer_computes_the_bits_of_a_worker_with_quantized_weights(
-    family: str, setting: str, tmp_path: Path
+    family: str, setting: str, backend: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_model(family, tmp_path)
     states: dict[str, Any] = dict(state_interval=16) if family == "qwen3_5_moe" else {}
-    settings: dict[str, Any] = dict(dtype="bfloat16", quantization=setting)
+    settings: dict[str, Any] = dict(dtype="bfloat16", quantization=setting, backend=backend)
     rollout = roll_out(folder, (80, 40, 5), **(settings | states))
     plain, model = (trainer_model(folder, "bfloat16") for _ in range(2))
-    align(plain)
-    align(model, quantization=setting)
+    align(plain, backend)
+    align(model, backend, quantization=setting)
     assert aligned_with(model)._asdict().items() <= asdict(make_engine(folder, **settings).info).items()
     assert count_differences(packed(plain, rollout), rollout) > 0, "premise: the format changes values"
     assert [count_differences(batch(model, rollout), rollout) for batch in (packed, padded)] == [0, 0]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("setting", WITH_ACTIVATIONS)
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+@thinned(lambda family, setting, backend: (family, setting, backend) == ("qwen3_5", "fp8_dynamic", "cpu"))
+def test_no_bit_depends_on_chunks_hits_or_company(family: str, setting: str, backend: str, tmp_path: Path) -> None:
+    """The scales of tokens are those of whole rows, which products with some of the columns share."""
+    model, states = make_tiny_model(family, tmp_path), CASES[family]
+    settings: dict[str, Any] = dict(dtype="bfloat16", quantization=setting, backend=backend, block_size=8)
+    settings |= dict(max_num_seqs=4, **states)
+    expected = converse(make_engine(model, **settings))
+    plain = make_engine(model, **settings | dict(quantization=WITH_ACTIVATIONS[setting]))
+    assert expected != converse(plain), "premise: activations are rounded"
+    tiered = make_engine(model, **settings, num_blocks=24, max_num_batched_tokens=32, host_cache_bytes=2**24)
+    assert converse(tiered) == expected and tiered.stats().host_restored > 0
+    assert converse(tiered, together=True) == expected and tiered.stats().preemptions > 0
+
+
 def test_the_engine_knows_all_formats() -> None:
     """The configuration lists the formats itself, because it does not import torch."""
+    assert set(WITH_ACTIVATIONS) == {name for name, format in FORMATS.items() if format.activations is not None}
     assert set(get_args(Quantization)) == {"auto", *SETTINGS}
     assert set(get_args(KvCacheDtype)) == {AUTO, *CACHE_FORMATS}
     for setting in SETTINGS:

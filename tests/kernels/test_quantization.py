@@ -243,7 +243,7 @@ def test_each_setting_names_weights() -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("gptq", "quantization must be one of none, .*, int8_dynamic, or a format followed by ':experts' (got 'gptq')"),
+        ("gptq", "quantization must be one of none, .*, fp8_dynamic, or a format followed by ':experts' (got 'gptq')"),
         ("fp8:experts", "quantization: fp8:experts needs a model with experts, but .* has none; set .* to fp8"),
     ],
 )

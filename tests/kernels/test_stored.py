@@ -60,6 +60,27 @@ def test_other_methods(config: dict[str, Any], expected: Stored) -> None:
     assert stored_in(config) == expected
 
 
+@pytest.mark.parametrize(
+    ("layout", "type", "setting"), [("fp8_channel", "float", "fp8_dynamic"), ("int8", "int", "int8_dynamic")]
+)
+def test_activations_per_token(layout: str, type: str, setting: str) -> None:
+    """Other activations are left out, and the setting then has plain activations."""
+    found, plain = COMPRESSED[layout]
+    group = found["config_groups"]["group_0"]
+    own = dict(num_bits=8, type=type, dynamic=True, strategy="token", symmetric=True, group_size=None)
+    changes: list[dict[str, Any]] = [{}, dict(type="x"), dict(num_bits=4), dict(dynamic=False), dict(dynamic="local")]
+    changes += [dict(strategy=each) for each in ("tensor", "channel", "group")] + [dict(symmetric=False)]
+    for change in changes:
+        groups = {"group_0": group | dict(input_activations=own | change)}
+        stored = stored_in({"quantization_config": found | dict(config_groups=groups)})
+        assert (stored.layout, stored.setting) == (layout, plain if change else setting)
+        assert len(stored.activations) == 1, "the loader warns unless the setting has activations"
+    for other in ("int", "float"):
+        group = COMPRESSED["fp8_block"][0]["config_groups"]["group_0"] | dict(input_activations=own | dict(type=other))
+        config = COMPRESSED["fp8_block"][0] | dict(config_groups={"group_0": group})
+        assert stored_in({"quantization_config": config}).setting == "fp8"
+
+
 def test_what_is_left_out_is_told() -> None:
     found = weights("int-quantized", "int", 8, "channel")
     found["config_groups"]["group_0"]["input_activations"] = dict(num_bits=8, type="int", dynamic=True)

@@ -1,7 +1,7 @@
 // Keys and values of 8 bits: how vectors become codes, and how codes become values. `Caches` (common.h) has the layout,
 // kernels/cache_formats.py the definition. A part of kernels.h.
 
-constexpr float LEAST_SCALE = 0x1p-24f, LARGEST_HALF = 65504.0f, LARGEST_E4M3 = 448.0f;
+constexpr float LEAST_SCALE = 0x1p-24f, LARGEST_HALF = 65504.0f;
 constexpr uint16_t NAN_HALF = 0x7E00;
 
 inline uint32_t bits_of(float x) {

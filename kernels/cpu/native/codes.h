@@ -7,6 +7,7 @@
 
 constexpr long EXPANDED_PANELS = 4;
 constexpr float LEAST_ORDINARY = 0x1p-100f, LARGEST_ORDINARY = 64.0f;
+constexpr float LARGEST_E4M3 = 448.0f;
 
 // Of the columns [c, c + 2) of 16 rows, each format has BYTES bytes of codes. `numbers` gives the numbers of both
 // columns, divided by FACTOR.
@@ -19,6 +20,13 @@ struct E4m3 {
         x = floats(shift_left<16>(pairs)), y = floats(bit_and(pairs, set1(0xFFFF0000u)));
     }
 };
+
+// As E4m3, for matrices whose scales multiply sums of products (dynamic.h): the values are the numbers.
+struct E4m3Numbers : E4m3 {};
+
+// Whether values are numbers that every T represents exactly, so that they need no rounding.
+template <class Element>
+constexpr bool ARE_EXACT = std::is_same_v<Element, E4m3Numbers>;
 
 struct Int8 {
     static constexpr long BYTES = 2 * LANES;
@@ -59,6 +67,7 @@ auto with_element(Format format, const Body& body) {
         case Format::INT8: return body(Int8{});
         case Format::MXFP4: case Format::NVFP4: return body(E2m1{});
         case Format::AWQ: return body(Int4{});
+        case Format::FP8_DYNAMIC: return body(E4m3Numbers{});
         default: return body(E4m3{});
     }
 }
@@ -101,6 +110,8 @@ struct Shared {
             const U magnitude = shift_right<3>(bit_and(half, set1(0x7FFF0000u)));
             scales = mul(floats(bit_xor(bit_and(half, set1(0x80000000u)), magnitude)), set1(0x1p112f));
             zeros = floats(bit_xor(load(bytes + 2 * LANES), set1(LARGE_BITS)));
+        } else if (format == Format::FP8_DYNAMIC) {
+            scales = set1(1.0f);
         } else {
             scales = load(reinterpret_cast<const float*>(at));
         }
@@ -116,9 +127,10 @@ inline U rounding(F x) {
     return add(raw, add(set1(0x7FFFu), bit_and(shift_right<16>(raw), set1(1u))));
 }
 
-// Returns pairs of values rounded to bfloat16, in the order of a panel.
-template <bool IS_ORDINARY>
+// Returns pairs of values rounded to bfloat16, in the order of a panel. IS_EXACT: they are numbers of bfloat16.
+template <bool IS_ORDINARY, bool IS_EXACT = false>
 inline U rounded_pairs(F x, F y) {
+    if constexpr (IS_EXACT) return bit_xor(shift_right<16>(bits(x)), bit_and(bits(y), set1(0xFFFF0000u)));
 #ifdef HAS_DOT_BF16
     if (IS_ORDINARY) {
         static constexpr uint16_t ORDER[2 * LANES] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -131,11 +143,11 @@ inline U rounded_pairs(F x, F y) {
 }
 
 // Stores the values of two neighbouring columns in a plain panel.
-template <bool IS_ORDINARY>
+template <bool IS_ORDINARY, bool IS_EXACT = false>
 inline void store_columns(float* out, F x, F y) { store(out, x), store(out + LANES, y); }
-template <bool IS_ORDINARY>
+template <bool IS_ORDINARY, bool IS_EXACT = false>
 inline void store_columns(bf16* out, F x, F y) {
-    store(reinterpret_cast<float*>(out), floats(rounded_pairs<IS_ORDINARY>(x, y)));
+    store(reinterpret_cast<float*>(out), floats(rounded_pairs<IS_ORDINARY, IS_EXACT>(x, y)));
 }
 
 constexpr long LINE = 64;  // codes are read line by line
@@ -158,7 +170,7 @@ void expand_codes(const uint8_t* codes, long bytes, long ahead, const Shared& sh
         for (long i = 0; i < LINE; i += Element::BYTES, out += 2 * LANES) {
             F x, y;
             values_of<Element, IS_ORDINARY>(codes + i, scales, shared.zeros, x, y);
-            store_columns<IS_ORDINARY>(out, x, y);
+            store_columns<IS_ORDINARY, ARE_EXACT<Element>>(out, x, y);
         }
     }
 }

@@ -34,7 +34,14 @@ constexpr long smaller(long a, long b) { return a < b ? a : b; }
 constexpr long larger(long a, long b) { return a > b ? a : b; }
 
 // The formats of matrices, in the order of FORMAT_NUMBERS in kernels/cpu/quantized.py.
-enum class Format { PLAIN, FP8, FP8_CHANNEL, INT8, MXFP8, MXFP4, NVFP4, AWQ, INT8_DYNAMIC };
+enum class Format { PLAIN, FP8, FP8_CHANNEL, INT8, MXFP8, MXFP4, NVFP4, AWQ, INT8_DYNAMIC, FP8_DYNAMIC };
+
+// The kinds of numbers to which products quantize their activations (dynamic.h). The kinds that several matrices need
+// are added with |.
+constexpr unsigned INTEGERS = 1, E4M3_NUMBERS = 2;
+constexpr unsigned activations_of(Format format) {
+    return format == Format::INT8_DYNAMIC ? INTEGERS : format == Format::FP8_DYNAMIC ? E4M3_NUMBERS : 0;
+}
 
 // The sizes of a quantized panel. `bits`: of a code. `group`: the columns that share scales. `header`: the bytes at the
 // beginning of a panel. `shared`: the bytes before the codes of each group.
@@ -44,7 +51,7 @@ struct CodeSizes {
 constexpr long ALL_COLUMNS = 1l << 40;
 constexpr CodeSizes CODE_SIZES[] = {
     {}, {8, 128, 0, 64}, {8, ALL_COLUMNS, 0, 64}, {8, ALL_COLUMNS, 0, 64}, {8, 32, 0, 16}, {4, 32, 0, 16}, {4, 16, 64, 16},
-    {4, 128, 0, 48}, {8, ALL_COLUMNS, 0, 64}
+    {4, 128, 0, 48}, {8, ALL_COLUMNS, 0, 64}, {8, ALL_COLUMNS, 0, 64}
 };
 constexpr long CODE_COLUMNS = 32;  // quantized panels are padded to a multiple of this number of columns
 

@@ -1,9 +1,12 @@
-// Products with quantized activations: Format::INT8_DYNAMIC. kernels/dynamic.py has the definition, and
-// kernels/cpu/quantized.py the panels. A part of kernels.h.
+// Products with quantized activations. kernels/dynamic.py has the definition, and kernels/cpu/quantized.py the panels. A
+// part of kernels.h.
 //
-// The codes of a panel are the integers of the matrix plus 128, since the instructions for products of bytes multiply
-// unsigned by signed bytes. 128 times the sum of a row's integers is subtracted from its products. Sums of 32 bits may
-// wrap in between, but the final sum is exact.
+// INTEGERS: the codes of a panel are the integers of the matrix plus 128, since the instructions for products of bytes
+// multiply unsigned by signed bytes. 128 times the sum of a row's integers is subtracted from its products. Sums of 32
+// bits may wrap in between, but the final sum is exact.
+//
+// E4M3_NUMBERS: every T represents the numbers exactly. Rows of activations become rows of their numbers, panels are
+// expanded to their numbers (codes.h), and the product is that of plain rows and plain panels (products.h).
 
 // The integers of rows of activations, four columns after four, padded with zeros to whole CODE_COLUMNS. Without
 // products of bytes, the columns 0, 2, 1 and 3 of each four follow one another, as integers of 16 bits.
@@ -17,11 +20,8 @@ constexpr int DYNAMIC_ACCUMULATORS = ACCUMULATORS >= 3 ? ACCUMULATORS * 2 / 3 : 
 constexpr long QUAD = 4, DYNAMIC_BLOCK = 512;
 constexpr int DYNAMIC_WIDE = DYNAMIC_ACCUMULATORS >= 16 ? 4 : 1, DYNAMIC_NARROW = DYNAMIC_ACCUMULATORS >= 8 ? 2 : 1;
 constexpr float LARGEST_INT8 = 127.0f, LEAST_CODE_SCALE = 0x1p-126f;
-constexpr float LARGEST_CODE_SCALE = static_cast<float>((1.0 - 0x1p-22) * 0x1p127 * 2.0 / 127.0);
 
-inline bool is_coded(Format format) { return format == Format::INT8_DYNAMIC; }
-
-// Rows of activations as codes, `size` codes in each row. `data`: null if no matrix needs the codes. A row also has the
+// Rows of activations as integers, `size` integers in each row. `data`: null if no matrix needs them. A row also has the
 // sums of its integers before every LANES columns, and its scale.
 struct CodedRows {
     char* data = nullptr;
@@ -38,14 +38,27 @@ struct CodedRows {
     float& scale() const { return *reinterpret_cast<float*>(sums() + size / LANES + 1); }
 };
 
+// Rows of activations as numbers of the kind e4m3, and their scales. `data`: null if no matrix needs them.
+template <class T>
+struct NumberRows {
+    T* data = nullptr;
+    long stride = 0;
+    float* scales = nullptr;
+
+    NumberRows from(long row) const {
+        return data == nullptr ? *this : NumberRows{data + row * stride, stride, scales + row};
+    }
+};
+
 // The rows of a product's left side.
 template <class T>
 struct Rows {
     const T* data;
     long stride;
     CodedRows coded = {};
+    NumberRows<T> numbers = {};
 
-    Rows from(long row) const { return {data + row * stride, stride, coded.from(row)}; }
+    Rows from(long row) const { return {data + row * stride, stride, coded.from(row), numbers.from(row)}; }
 };
 
 // Returns the largest magnitude of a row, or NaN if an element is NaN or infinite.
@@ -60,22 +73,28 @@ float row_peak(const T* x, long n) {
     return sum(zeros) == 0.0f ? peak(most) : NAN;
 }
 
-// Quantizes a row of n elements with this peak to `row`.
+// Returns the scale of a row with this peak, whose numbers are at most `largest`. NaN if the peak is NaN.
+inline float scale_of(float peak, float largest) {
+    const float most = static_cast<float>((1.0 - 0x1p-22) * 0x1p127 * 2.0 / static_cast<double>(largest));
+    const float scale = peak / largest;
+    return scale < LEAST_CODE_SCALE ? LEAST_CODE_SCALE : scale > most ? most : scale;
+}
+
+inline F bounded_quotient(F x, float scale, float largest) {
+    return max(set1(-largest), min(set1(largest), div(x, set1(scale))));
+}
+
+// Quantizes a row of n elements with this peak to integers.
 template <class T>
 void quantize_row(const T* x, long n, float peak, const CodedRows& row) {
-    if (!(peak <= INFINITY)) {
-        memset(row.data, 0, static_cast<size_t>(row.row_bytes()));
-        row.scale() = NAN;
-        return;
-    }
-    float scale = peak / LARGEST_INT8;
-    scale = scale < LEAST_CODE_SCALE ? LEAST_CODE_SCALE : scale > LARGEST_CODE_SCALE ? LARGEST_CODE_SCALE : scale;
+    const float scale = scale_of(peak, LARGEST_INT8);
+    if (scale != scale) memset(row.data, 0, static_cast<size_t>(row.row_bytes()));
     row.scale() = scale;
+    if (scale != scale) return;
     Code* const codes = row.codes();
     int32_t total = 0;
     for (long i = 0; i < row.size; i += LANES) {
-        const F quotient = div(i < n ? load(x + i, n - i) : set1(0.0f), set1(scale));
-        const F number = round(max(set1(-LARGEST_INT8), min(set1(LARGEST_INT8), quotient)));
+        const F number = round(bounded_quotient(i < n ? load(x + i, n - i) : set1(0.0f), scale, LARGEST_INT8));
         row.sums()[i / LANES] = total;
         total += static_cast<int32_t>(sum(number));
 #ifdef HAS_DOT_INT8
@@ -90,23 +109,58 @@ void quantize_row(const T* x, long n, float peak, const CodedRows& row) {
     row.sums()[row.size / LANES] = total;
 }
 
+// Rounds x to the nearest number of the kind e4m3, for |x| up to LARGEST_E4M3.
+inline F rounded_to_e4m3(F x) {
+    const U sign = bit_and(bits(x), set1(0x80000000u));
+    const F magnitude = floats(bit_xor(bits(x), sign));
+    // The distance of two numbers is 2^-3 times the power of two below them, but at least 2^-9. Adding 2^20 times this
+    // power aligns the lowest bit with the distance.
+    const F power = max(set1(0x1p-6f), floats(bit_and(bits(x), set1(0x7F800000u))));
+    const F aligned = mul(power, set1(0x1p20f));
+    return floats(bit_xor(bits(sub(add(magnitude, aligned), aligned)), sign));
+}
+
+// Quantizes a row with this peak to numbers of the kind e4m3.
+template <class T>
+void quantize_row(const T* x, float peak, const NumberRows<T>& row) {
+    const float scale = scale_of(peak, LARGEST_E4M3);
+    *row.scales = scale;
+    if (scale != scale) {
+        memset(row.data, 0, static_cast<size_t>(row.stride) * sizeof(T));
+        return;
+    }
+    for (long i = 0; i < row.stride; i += LANES) {
+        const long rest = row.stride - i;
+        store(row.data + i, rounded_to_e4m3(bounded_quotient(load(x + i, rest), scale, LARGEST_E4M3)), rest);
+    }
+}
+
 constexpr long QUANTIZED_ROWS = 4;
 
-// Quantizes `count` rows of `columns` elements. `purpose`: of the memory for the codes. `peaks`: those of the rows, if the
-// columns are only some of a row's; or null.
+// Quantizes `count` rows of `columns` elements, which are padded with zeros to their stride, to these kinds of numbers.
+// `purpose`: of the memory for the numbers. `peaks`: those of the rows, if the columns are only some of a row's; or null.
 template <class T>
-CodedRows quantize_rows(
-    const T* x, long stride, long count, long columns, Purpose purpose, const float* peaks = nullptr
+void quantize(
+    Rows<T>& rows, unsigned kinds, long count, long columns, Purpose purpose, const float* peaks = nullptr
 ) {
-    CodedRows rows = {nullptr, round_up(columns, CODE_COLUMNS)};
-    rows.data = scratch<char>(purpose, count * rows.row_bytes());
+    if (kinds == 0) return;
+    CodedRows coded = {nullptr, round_up(columns, CODE_COLUMNS)};
+    const long codes = (kinds & INTEGERS) != 0 ? count * coded.row_bytes() : 0;
+    const long numbers = (kinds & E4M3_NUMBERS) != 0 ? round_up(count * rows.stride * static_cast<long>(sizeof(T)), 64) : 0;
+    coded.data = scratch<char>(purpose, codes + numbers + count * static_cast<long>(sizeof(float)));
+    if ((kinds & E4M3_NUMBERS) != 0) {
+        char* const data = coded.data + codes;
+        rows.numbers = {reinterpret_cast<T*>(data), rows.stride, reinterpret_cast<float*>(data + numbers)};
+    }
+    if ((kinds & INTEGERS) != 0) rows.coded = coded;
     parallel(round_up(count, QUANTIZED_ROWS) / QUANTIZED_ROWS, [&](long task) {
         for (long row = task * QUANTIZED_ROWS; row < smaller(count, (task + 1) * QUANTIZED_ROWS); ++row) {
-            const T* own = x + row * stride;
-            quantize_row(own, columns, peaks != nullptr ? peaks[row] : row_peak(own, columns), rows.from(row));
+            const T* own = rows.data + row * rows.stride;
+            const float peak = peaks != nullptr ? peaks[row] : row_peak(own, columns);
+            if ((kinds & INTEGERS) != 0) quantize_row(own, columns, peak, rows.coded.from(row));
+            if ((kinds & E4M3_NUMBERS) != 0) quantize_row(own, peak, rows.numbers.from(row));
         }
     });
-    return rows;
 }
 
 // Adds the products of the four columns of 16 rows of a matrix with M rows of activations.
@@ -193,6 +247,12 @@ void multiply_coded_panels(
     }
 }
 
+// Multiplies sums of 16 rows of a matrix by the scales of these rows, then by the scale of a row of activations.
+template <class T>
+inline F scaled(F sums, const Panel<T>& panel, float scale) {
+    return mul(mul(sums, load(reinterpret_cast<const float*>(panel.data))), set1(scale));
+}
+
 // Converts sums of codes over the columns [first, last) to products.
 template <class T>
 void finish_coded(
@@ -202,17 +262,24 @@ void finish_coded(
         const CodedRows own = a.from(row);
         const int32_t total = own.sums()[last / LANES] - own.sums()[first / LANES];
         const U offset = set1(static_cast<uint32_t>(total) * 128u);
-        const F scale = set1(own.scale());
         for (long i = 0; i < n; ++i) {
             float* out = c + row * ldc + i * LANES;
-            const F sums = convert_signed(sub(bits(load(out)), offset));
-            const F scales = load(reinterpret_cast<const float*>(panels[i].data));
-            store(out, mul(mul(sums, scales), scale));
+            store(out, scaled(convert_signed(sub(bits(load(out)), offset)), panels[i], own.scale()));
         }
     }
 }
 
-// As `multiply_all`, for panels of INT8_DYNAMIC.
+// Converts sums of products of numbers to products.
+template <class T>
+void finish_numbers(const NumberRows<T>& a, long m, const Panel<T>* panels, long n, float* c, long ldc) {
+    for (long row = 0; row < m; ++row)
+        for (long i = 0; i < n; ++i) {
+            float* out = c + row * ldc + i * LANES;
+            store(out, scaled(load(out), panels[i], a.scales[row]));
+        }
+}
+
+// As `multiply_all`, for panels of integers.
 template <class T>
 void multiply_coded(
     const CodedRows& a, long m, const Panel<T>* panels, long n, long first_step, long end_step, long hop, float* c,

@@ -183,11 +183,10 @@ class RoutedRows {
         });
     }
 
-    // Returns all sorted rows at x, with their codes if the weight needs them.
+    // Returns all sorted rows at x, quantized if the weight needs that.
     Rows<T> rows_of(const T* x, long stride, const Matrix<T>& weight, Purpose purpose) const {
         Rows<T> rows = {x, stride};
-        if (is_coded(weight.format))
-            rows.coded = quantize_rows(x, stride, rows_.pairs(), weight.columns, purpose);
+        quantize(rows, activations_of(weight.format), rows_.pairs(), weight.columns, purpose);
         return rows;
     }
 

@@ -27,8 +27,8 @@ struct Pairs {
     __m512bh v;
 };
 inline Pairs pairs_of(U pairs) { return {(__m512bh)pairs.v}; }
-template <bool IS_ORDINARY>
-inline Pairs rounded_to_pairs(F x, F y) { return pairs_of(rounded_pairs<IS_ORDINARY>(x, y)); }
+template <bool IS_ORDINARY, bool IS_EXACT = false>
+inline Pairs rounded_to_pairs(F x, F y) { return pairs_of(rounded_pairs<IS_ORDINARY, IS_EXACT>(x, y)); }
 inline F add_products(F sums, const Pairs& left, const Pairs& right) {
     return {_mm512_dpbf16_ps(sums.v, left.v, right.v)};
 }
@@ -40,8 +40,11 @@ struct Pairs {
     F lower, upper;
 };
 inline Pairs pairs_of(U pairs) { return {lower_half(pairs), upper_half(pairs)}; }
-template <bool IS_ORDINARY>
-inline Pairs rounded_to_pairs(F x, F y) { return {upper_half(rounding(x)), upper_half(rounding(y))}; }
+template <bool IS_ORDINARY, bool IS_EXACT = false>
+inline Pairs rounded_to_pairs(F x, F y) {
+    if constexpr (IS_EXACT) return {x, y};
+    return {upper_half(rounding(x)), upper_half(rounding(y))};
+}
 inline F add_products(F sums, const Pairs& left, const Pairs& right) {
     return fma(left.upper, right.upper, fma(left.lower, right.lower, sums));
 }
@@ -285,7 +288,7 @@ inline void step_codes(
             step_of(acc, a, lda, [&](int n) {
                 F x, y;
                 values_of<Element, IS_ORDINARY>(codes[n] + i, scales[n], zeros[n], x, y);
-                return rounded_to_pairs<IS_ORDINARY>(x, y);
+                return rounded_to_pairs<IS_ORDINARY, ARE_EXACT<Element>>(x, y);
             });
     }
 }
@@ -377,15 +380,18 @@ void multiply_all(
 ) {
     for (long i = 0, width; i < n; i += width) {
         const Format format = panels[i].format;
-        const bool is_expanded = format != Format::PLAIN && !is_coded(format);
+        const unsigned activations = activations_of(format);
+        const bool is_expanded = format != Format::PLAIN && activations != INTEGERS;
         const long most = is_expanded ? smaller(n, i + EXPANDED_PANELS) : n;
         for (width = 1; i + width < most && panels[i + width].format == format;) ++width;
         float* out = c + i * LANES;
-        if (is_coded(format)) {
+        if (activations == INTEGERS) {
             multiply_coded(a.coded, m, panels + i, width, first, end, hop, out, ldc);
             continue;
         }
+        const T* left = activations == E4M3_NUMBERS ? a.numbers.data : a.data;
         const auto multiply_some = is_expanded ? multiply_codes<T> : multiply_plain<T>;
-        multiply_some(a.data, a.stride, m, panels + i, width, first, end, hop, out, ldc);
+        multiply_some(left, a.stride, m, panels + i, width, first, end, hop, out, ldc);
+        if (activations == E4M3_NUMBERS) finish_numbers(a.numbers, m, panels + i, width, out, ldc);
     }
 }

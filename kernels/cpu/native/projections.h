@@ -31,16 +31,15 @@ void rmsnorm(const Input<T>& x, T* out, long stride) {
     });
 }
 
-// The rows of a product's left side, normed and padded with zeros to whole steps. `needs_codes`: also quantize the rows.
-// `peaks`: as in `quantize_rows`.
+// The rows of a product's left side, normed and padded with zeros to whole steps. `kinds`, `peaks`: as in `quantize`.
 template <class T>
 struct Left : Rows<T> {
     using Rows<T>::data, Rows<T>::stride;
 
-    explicit Left(const Input<T>& x, bool needs_codes = false, const float* peaks = nullptr)
+    explicit Left(const Input<T>& x, unsigned kinds = 0, const float* peaks = nullptr)
         : Rows<T>{x.data, round_up(x.columns, COLUMN_MULTIPLE<T>)} {
         pad(x);
-        if (needs_codes) this->coded = quantize_rows(data, stride, x.count, x.columns, CODED_INPUT, peaks);
+        quantize(*this, kinds, x.count, x.columns, CODED_INPUT, peaks);
     }
 
   private:
@@ -137,9 +136,9 @@ void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, lon
 // Several products of the same rows.
 template <class T>
 void linears(const LinearArgs<T>* products, long count) {
-    bool needs_codes = false;
-    for (long i = 0; i < count; ++i) needs_codes |= is_coded(products[i].weight.format);
-    const Left<T> left(products->x, needs_codes, products->peaks);
+    unsigned kinds = 0;
+    for (long i = 0; i < count; ++i) kinds |= activations_of(products[i].weight.format);
+    const Left<T> left(products->x, kinds, products->peaks);
     const long width = panels_in_group(products->x.count);
     const auto groups_of = [&](const LinearArgs<T>& args) { return round_up(args.weight.panels(), width) / width; };
     long groups = 0;
@@ -192,7 +191,7 @@ template <class T>
 void linear_of_ranks(const LinearArgs<T>& args, RankExchange* ranks) {
     if (ranks == nullptr) return linear(args);
     const long N = args.weight.rows;
-    const float* peaks = is_coded(args.weight.format) ? exchange_peaks(*ranks, args.x) : nullptr;
+    const float* peaks = activations_of(args.weight.format) != 0 ? exchange_peaks(*ranks, args.x) : nullptr;
     const auto add_own = [&](long start, long rows, float* out) {
         LinearArgs<T> own = args;
         own.peaks = peaks == nullptr ? nullptr : peaks + start;
@@ -251,7 +250,7 @@ void gate_mul(const T* gate, const T* up, Activation activation, long count, T* 
 
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
-    const Left<T> left(args.x, is_coded(args.gate.format) || is_coded(args.up.format));
+    const Left<T> left(args.x, activations_of(args.gate.format) | activations_of(args.up.format));
     // If N is a multiple of 32, then 32 columns of each matrix fill whole cache lines of the output. Two threads
     // therefore never write to the same line.
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
@@ -384,9 +383,9 @@ void finish_rows(const QkvArgs<T>& args, long part, T* rows) {
 
 template <class T>
 void qkv(const QkvArgs<T>& args) {
-    bool needs_codes = false;
-    for (const Matrix<T>& weight : args.weights) needs_codes |= is_coded(weight.format);
-    const Left<T> left(args.x, needs_codes);
+    unsigned kinds = 0;
+    for (const Matrix<T>& weight : args.weights) kinds |= activations_of(weight.format);
+    const Left<T> left(args.x, kinds);
     const long D = args.caches.head_dim, panels = D / LANES;
     const long heads = args.weights[0].rows / D, kv_heads = args.caches.kv_heads;
     T* keys = args.over_heads ? scratch<T>(KEYS, args.x.count * args.weights[1].rows) : nullptr;

@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,10 +85,11 @@ def int8(rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, T
     return dict(weight=stored, weight_scale=of_rows), stored.float() * of_rows
 
 
-def int8_of_bfloat16(rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, Tensor]:
+def of_bfloat16(name: str, rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, Tensor]:
     """The values are quantized to the same codes and scales again."""
-    found = quantize(torch.randn(rows, columns, generator=generator).mul_(0.05).bfloat16(), FORMATS["int8"])
-    return dict(weight=found.codes.view(torch.int8), weight_scale=found.scales), found.values()
+    found = quantize(torch.randn(rows, columns, generator=generator).mul_(0.05).bfloat16(), FORMATS[name])
+    codes = found.codes.view(torch.int8 if found.format.element == "int8" else torch.float8_e4m3fn)
+    return dict(weight=codes, weight_scale=found.scales), found.values()
 
 
 def mxfp8(rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, Tensor]:
@@ -162,7 +164,8 @@ Writer = Callable[[int, int, torch.Generator], tuple[Stored, Tensor]]
 
 def of_tokens(config: dict[str, Any]) -> dict[str, Any]:
     """Quantize activations per token, too."""
-    inputs = dict(type="int", num_bits=8, strategy="token", dynamic=True, symmetric=True)
+    type = config["config_groups"]["group_0"]["weights"]["type"]
+    inputs = dict(type=type, num_bits=8, strategy="token", dynamic=True, symmetric=True)
     groups = {name: group | dict(input_activations=inputs) for name, group in config["config_groups"].items()}
     return config | dict(config_groups=groups)
 
@@ -180,6 +183,8 @@ WRITERS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "int4_symmetric": (int4_symmetric, weights("pack-quantized", "int", 4, "group", group_size=128)),
 }
 each_layout = pytest.mark.parametrize("layout", WRITERS)
+# The layouts that may also have activations per token, and the settings that quantize these.
+WITH_ACTIVATIONS = {"int8": "int8_dynamic", "fp8_channel": "fp8_dynamic"}
 
 
 def make_both(folder: Path, out: Path, write: Writer, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -282,33 +287,37 @@ def test_samples_and_log_probs_are_those_of_a_plain_checkpoint(layout: str, fold
         assert {key: bits(each) for key, each in found.items()} == {key: bits(each) for key, each in expected.items()}
 
 
-def test_activations_per_token_are_those_of_the_format(llama: Path, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(("layout", "setting"), WITH_ACTIVATIONS.items())
+def test_activations_per_token_are_those_of_the_format(
+    layout: str, setting: str, llama: Path, tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The values are quantized to the same codes and scales again, so a plain checkpoint has the same samples."""
-    config, request = of_tokens(WRITERS["int8"][1]), generate("a", tokens(40), n=2)
-    make_both(llama, tmp_path, int8_of_bfloat16, config)
+    config, request = of_tokens(WRITERS[layout][1]), generate("a", tokens(40), n=2)
+    make_both(llama, tmp_path, partial(of_bfloat16, layout), config)
     served = make_engine(tmp_path / "quantized", backend=backend, quantization="auto")
-    assert served.info.quantization == "int8_dynamic"
+    assert served.info.quantization == setting
+    assert not any("asks for" in text for text in caplog.messages)
     found = run(served, [request])
     plain, only_weights = (
-        run(make_engine(tmp_path / "plain", backend=backend, quantization=setting), [request])
-        for setting in ("int8_dynamic", "int8")
+        run(make_engine(tmp_path / "plain", backend=backend, quantization=each), [request])
+        for each in (setting, layout)
     )
     assert {key: bits(each) for key, each in found.items()} == {key: bits(each) for key, each in plain.items()}
     assert found.keys() == only_weights.keys() and any(bits(found[key]) != bits(only_weights[key]) for key in found)
 
 
-@pytest.mark.parametrize("setting", ["int8", "int8_dynamic"])
-def test_the_codes_of_int8_are_kept_whatever_the_activations(
-    setting: str, folders: Callable[[str], Path], backend: str
-) -> None:
-    folder, name = folders("int8"), "model.layers.1.mlp.down_proj.weight"
+@pytest.mark.parametrize("setting", [*WITH_ACTIVATIONS, *WITH_ACTIVATIONS.values()])
+def test_codes_are_kept_whatever_the_activations(setting: str, folders: Callable[[str], Path], backend: str) -> None:
+    layout = next(layout for layout, other in WITH_ACTIVATIONS.items() if setting in (layout, other))
+    folder, name = folders(layout), "model.layers.1.mlp.down_proj.weight"
     kept = load(folder / "quantized", backend=backend, quantization=setting)[name]
     expected = load_file(folder / "quantized" / FILE)[name].view(torch.uint8)
-    assert expected.view(torch.int8).min() == -128, "premise: a code that no quantization gives"
-    if backend == "cpu" or setting == "int8_dynamic":
+    dense = load(folder / "plain", backend=backend)[name].to_dense()
+    assert not torch.equal(quantize(dense, FORMATS[setting]).codes, expected), "premise: no quantization gives them"
+    if backend == "cpu" or FORMATS[setting].activations:
         assert torch.equal(kept.quantized().codes, expected)
     else:
-        assert torch.equal(kept.to_dense(), load(folder / "plain", backend=backend)[name])
+        assert torch.equal(kept.to_dense(), dense)
 
 
 @each_layout

@@ -257,7 +257,8 @@ def test_a_slice_that_cuts_a_block_is_refused(name: str, start: int, length: int
 
 # Bytes of 4096 rows with 4096 columns, divided by the elements.
 BYTES = {"fp8": 1 + 4 / 128, "fp8_channel": 1 + 4 / 4096, "int8": 1 + 4 / 4096, "mxfp8": 1 + 1 / 32}
-BYTES |= {"int8_dynamic": BYTES["int8"], "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16 + 4 / 4096, "awq": 0.5 + 3 / 128}
+BYTES |= {"mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16 + 4 / 4096, "awq": 0.5 + 3 / 128}
+BYTES |= {"int8_dynamic": BYTES["int8"], "fp8_dynamic": BYTES["fp8_channel"]}
 
 
 @each_format
@@ -308,6 +309,6 @@ def test_merged_weights_are_quantized() -> None:
 
 
 def test_backends_without_formats() -> None:
-    assert reference.FORMATS == frozenset({"int8_dynamic"})
+    assert reference.FORMATS == frozenset({"int8_dynamic", "fp8_dynamic"})
     with pytest.raises(AssertionError, match="stores no matrices of this format"):
         reference.new_weight(16, 16, torch.empty, FORMATS["fp8"])

@@ -33,7 +33,7 @@ FAMILIES = ("llama", "qwen3_moe", "qwen3_5", "deepseek_v3")
 
 
 IN_EVERY_RUN = (
-    *(("llama", "quantization", name) for name in ("fp8", "int8", "nvfp4")),
+    *(("llama", "quantization", name) for name in ("fp8", "int8", "nvfp4", "fp8_dynamic")),
     ("llama", "kv_cache_dtype", "int8"),
     ("deepseek_v3", "kv_cache_dtype", "fp8"),
 )

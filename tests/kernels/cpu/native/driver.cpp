@@ -114,9 +114,9 @@ struct Run {
     void quantized_products(long rows, long k, long n) const {
         const struct {
             long bits, group, header, shared;
-        } formats[] = {{8, 128, 0, 64}, {8, k, 0, 64}, {8, k, 0, 64}, {8, 32, 0, 16}, {4, 32, 0, 16}, {4, 16, 64, 16}, {4, 128, 0, 48}, {8, k, 0, 64}};
+        } formats[] = {{8, 128, 0, 64}, {8, k, 0, 64}, {8, k, 0, 64}, {8, 32, 0, 16}, {4, 32, 0, 16}, {4, 16, 64, 16}, {4, 128, 0, 48}, {8, k, 0, 64}, {8, k, 0, 64}};
         Values x = random(rows * k), out = random(rows * n);
-        for (int format = 1; format <= 8; ++format) {
+        for (int format = 1; format <= 9; ++format) {
             const auto& [bits, group, header, shared] = formats[format - 1];
             const long padded = round_up(k, 32), groups = group == k ? 1 : round_up(padded, group) / group;
             const long bytes = round_up(n, 16) / 16 * (header + groups * shared + padded * 2 * bits);
