@@ -238,6 +238,7 @@ ROLLOUT = {
         "parsing",
         "sessions",
         "config",
+        "garbage",
         "protocol",
         "network",
         "monitoring",

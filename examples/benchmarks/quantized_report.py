@@ -11,6 +11,10 @@ an instruction set.
 With `kv_cache`, the tables show the same for decode steps over 8,192 tokens of context, for the key-value heads of some
 models and for 1 and 8 sequences. The caches of bfloat16 have 512 MiB in total. Here, `reading` uses one thread.
 
+For one thread, `limit` is how many times as fast the format could be, if it only had to read its bytes at the rate of
+`reading`, or only had to compute as fast as with a small matrix or a short context in the core's cache, whichever takes
+longer. For formats with codes, computing includes their expansion.
+
 With --cpu-time, the times are those that the processor worked, for one thread. Other processes then count only as far
 as they use the same caches and memory.
 """
@@ -34,6 +38,8 @@ from trueroll.kernels.specs import AttentionSpec
 
 SIZE, COUNT, ROUNDS = 4096, 15, 9
 CONTEXT, BLOCK, CACHE_BYTES = 8192, 16, 2**29
+CACHED_ROWS, CACHED_CONTEXT = 64, 256  # of a matrix, and of a context, in a core's cache
+REPEATS = 20
 # Heads, key-value heads and head size.
 MODELS = {
     "Llama-3.1-8B": (32, 8, 128),
@@ -43,11 +49,11 @@ MODELS = {
 }
 
 
-def matrices(name: str | None) -> list:
-    """Return `COUNT` matrices of a format; None: plain matrices."""
+def matrices(name: str | None, count: int = COUNT, rows: int = SIZE) -> list:
+    """Return matrices of a format; None: plain matrices."""
     empty = partial(torch.empty, dtype=torch.bfloat16)
-    made = [ops.new_weight(SIZE, SIZE, empty, FORMATS[name] if name else None) for _ in range(COUNT)]
-    made[0].copy_(torch.randn(SIZE, SIZE) / SIZE**0.5)
+    made = [ops.new_weight(rows, SIZE, empty, FORMATS[name] if name else None) for _ in range(count)]
+    made[0].copy_(torch.randn(rows, SIZE) / SIZE**0.5)
     for weight in made[1:]:
         weight.copy_(made[0])
     return made
@@ -63,38 +69,55 @@ def seconds(name: str, weights: list, x: Tensor, clock) -> float:
 def main(formats: list[str], clock, all_threads: tuple[int, ...]) -> None:
     weights = {"bfloat16": matrices(None)}
     weights |= {"reading": weights["bfloat16"], **{name: matrices(name) for name in formats}}
+    kinds = {"bfloat16": None, **{name: name for name in formats}}
+    small = {name: matrices(kind, 1, CACHED_ROWS) * REPEATS for name, kind in kinds.items()}
+    sizes = {name: each[0].nbytes * COUNT for name, each in weights.items()}
     for threads in all_threads:
         torch.set_num_threads(threads)
         for rows in (1, 64):
             x, times = torch.randn(rows, SIZE).bfloat16(), {name: [] for name in weights}
+            computing = {name: [] for name in small}
             for _ in range(ROUNDS):
                 for name, each in weights.items():
                     times[name].append(seconds(name, each, x, clock))
-            sizes = {name: each[0].nbytes * COUNT for name, each in weights.items()}
-            show(f"{ops.instruction_set()}, {threads} threads, {rows} rows", "matrix", times, sizes)
+                    if threads == 1 and name in small:
+                        own = seconds(name, small[name], x, clock)
+                        computing[name].append(own * COUNT * SIZE / (CACHED_ROWS * REPEATS))
+            show(f"{ops.instruction_set()}, {threads} threads, {rows} rows", "matrix", times, sizes, computing)
 
 
-def show(title: str, what: str, times: dict, sizes: dict) -> None:
+def show(title: str, what: str, times: dict, sizes: dict, computing: dict) -> None:
+    """Print a table. `computing`: for each name but `reading`, the seconds of all work from a core's cache, or no
+    seconds.
+    """
     table = Table(title=title)
-    for column in (what, "times as fast", "GB/s"):
+    for column in (what, "times as fast", "GB/s", "limit"):
         table.add_column(column, justify="left" if column == what else "right")
+    plain, rate = median(times["bfloat16"]), sizes["reading"] / median(times["reading"])
     for name, own in times.items():
-        ratio = median(plain / mine for plain, mine in zip(times["bfloat16"], own, strict=True))
-        table.add_row(name, f"{ratio:.2f}", f"{sizes[name] / median(own) / 1e9:.1f}")
+        ratio = median(one / mine for one, mine in zip(times["bfloat16"], own, strict=True))
+        cached = computing.get(name)
+        limit = f"{plain / max(sizes[name] / rate, median(cached)):.2f}" if cached else ""
+        table.add_row(name, f"{ratio:.2f}", f"{sizes[name] / median(own) / 1e9:.1f}", limit)
     Console().print(table)
 
 
-def filled_caches(spec: AttentionSpec, sequences: int) -> list:
+def filled_caches(spec: AttentionSpec, sequences: int, layers: int, context: int = CONTEXT) -> list:
     """Return caches of several layers, each with the keys and values of some sequences."""
-    layers = max(1, CACHE_BYTES // (4 * sequences * CONTEXT * spec.num_kv_heads * spec.head_dim))
-    made, slots = [], torch.arange(CONTEXT)
-    keys = torch.randn(CONTEXT, spec.num_kv_heads, spec.head_dim).bfloat16()
+    made, slots = [], torch.arange(context)
+    keys = torch.randn(context, spec.num_kv_heads, spec.head_dim).bfloat16()
     for _ in range(layers):
         empty = partial(torch.empty, dtype=torch.bfloat16)
-        made.append(new_caches(ops, spec, sequences * CONTEXT // BLOCK, BLOCK, empty))
+        made.append(new_caches(ops, spec, sequences * context // BLOCK, BLOCK, empty))
         for i in range(sequences):
-            ops.write_kv(keys, keys, *made[-1], slots + i * CONTEXT)
+            ops.write_kv(keys, keys, *made[-1], slots + i * context)
     return made
+
+
+def batch_of(sequences: int, context: int) -> AttentionBatch:
+    """Return a decode step of some sequences."""
+    tables = torch.arange(sequences * context // BLOCK).view(sequences, -1)
+    return AttentionBatch(range(sequences + 1), [context] * sequences, tables)
 
 
 def decode(name: str, caches: list, q: Tensor, batch: AttentionBatch, threads: int, clock) -> float:
@@ -113,23 +136,27 @@ def decode(name: str, caches: list, q: Tensor, batch: AttentionBatch, threads: i
 def compare_caches(clock, all_threads: tuple[int, ...]) -> None:
     for model, (heads, kv_heads, size) in MODELS.items():
         for sequences in (1, 8):
-            spec = AttentionSpec(heads, kv_heads, size, size**-0.5)
-            caches = {"bfloat16": filled_caches(spec, sequences)}
+            specs = {"bfloat16": AttentionSpec(heads, kv_heads, size, size**-0.5)}
+            specs |= {name: replace(specs["bfloat16"], cache_format=each) for name, each in CACHE_FORMATS.items()}
+            layers = max(1, CACHE_BYTES // (4 * sequences * CONTEXT * kv_heads * size))
+            caches = {name: filled_caches(spec, sequences, layers) for name, spec in specs.items()}
+            small = {name: filled_caches(spec, 1, 1, CACHED_CONTEXT) * REPEATS for name, spec in specs.items()}
             caches["reading"] = caches["bfloat16"]
-            caches |= {n: filled_caches(replace(spec, cache_format=f), sequences) for n, f in CACHE_FORMATS.items()}
-            tables = torch.arange(sequences * CONTEXT // BLOCK).view(sequences, -1)
-            batch = AttentionBatch(range(sequences + 1), [CONTEXT] * sequences, tables)
+            sizes = {name: sum(c.nbytes for layer in each for c in layer) for name, each in caches.items()}
             q = torch.randn(sequences, heads, size).bfloat16()
+            whole, short = batch_of(sequences, CONTEXT), batch_of(1, CACHED_CONTEXT)
+            work = layers * sequences * CONTEXT / (REPEATS * CACHED_CONTEXT)
             for threads in all_threads:
-                times = {name: [] for name in caches}
+                times, computing = {name: [] for name in caches}, {name: [] for name in specs}
                 for _ in range(ROUNDS):
                     for name, each in caches.items():
-                        times[name].append(decode(name, each, q, batch, threads, clock))
-                sizes = {name: sum(c.nbytes for layer in each for c in layer) for name, each in caches.items()}
+                        times[name].append(decode(name, each, q, whole, threads, clock))
+                        if threads == 1 and name in small:
+                            computing[name].append(work * decode(name, small[name], q[:1], short, threads, clock))
                 title = (
                     f"{ops.instruction_set()}, {threads} threads, {model}, {sequences} sequences of {CONTEXT} tokens"
                 )
-                show(title, "cache", times, sizes)
+                show(title, "cache", times, sizes, computing)
 
 
 if __name__ == "__main__":

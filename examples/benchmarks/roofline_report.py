@@ -6,10 +6,12 @@ rate of products, and its bytes at the best rate of memory. The rates, arithmeti
 `cpu_report.py`, which measures one instruction set in more detail. If an op of the workloads is faster than the
 products that `cpu_report.py` measures alone, the op's rate is the best one. The limit of Python is 0.
 
-The table has a line for each op of each kind of step. `share`: the part of the step's time that the op takes. `of
-limit`: the op's limit, divided by its time. `gap`: the part of the step's time that would be saved if the op reached
-its limit. In the line `all`, the limit is the sum of the limits of the ops. The largest gaps are the parts to improve.
-The picture has a bar for each kind of step, with a piece for each op; the dark part of a piece is the op's limit.
+The table has two lines for each kind of step. `engine` is the step of an engine, which runs all layers in one native
+call. `op by op` is the same step with a call from Python for each op, so that each op can be timed. The limit of both
+is the sum of the limits of the ops. The lines below are those of the ops. `share`: the part of the time of `op by op`
+that the op takes. `of limit`: the limit, divided by the time. `gap`: the part of the time that would be saved if the op
+reached its limit. The largest gaps are the parts to improve. The picture has a bar for each kind of step, with a piece
+for each op; the dark part of a piece is the op's limit. The number beside a bar is `of limit` of the engine.
 
 Each instruction set is measured in a process of its own, RUNS times in turn with the others. All figures are medians.
 Run the report on an otherwise idle machine.
@@ -21,7 +23,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -40,7 +42,7 @@ from trueroll.kernels.cpu.library import ISA_VARIABLE, load_library  # noqa: E40
 from trueroll.rollout.tools.bench import WORKLOADS  # noqa: E402
 
 RUNS = 3
-ONE_RUN = "--one-run"
+ONE_RUN, ENGINE = "--one-run", "engine"
 
 
 class Part(NamedTuple):
@@ -51,7 +53,9 @@ class Part(NamedTuple):
 
 
 Steps = dict[str, dict[str, Part]]
-"""The parts of each kind of step, such as `group, decode`, by op. `Python` is the time outside of ops."""
+"""The parts of each kind of step, such as `group, decode`, by op. `Python` is the time outside of ops, and `engine` the
+step of an engine that runs all layers in one native call.
+"""
 
 
 def parts_of(phase, best: dict[str, float], recurrences) -> dict[str, Part]:
@@ -67,21 +71,42 @@ def parts_of(phase, best: dict[str, float], recurrences) -> dict[str, Part]:
     return found | {"Python": Part((seconds - sum(op_seconds.values())) / count, 0.0)}
 
 
+class Unmetered:
+    """Stands for a `cpu_report.Meter` of an engine that runs all layers in one call."""
+
+    def __init__(self) -> None:
+        self.seconds, self.flops, self.bytes = Counter[str](), Counter[str](), Counter[str]()
+        self.own_seconds = 0.0
+
+    def clear(self) -> None:
+        pass
+
+
 def one_run(model: str, dtype: str, dummy: bool) -> Steps:
     """Measure the workloads of `trueroll bench` in this process."""
     config = EngineConfig(model=model, dtype=dtype, backend="cpu")
     loaded = load_dummy(config) if dummy else load_model(config)
     best = {name: max(each.tries) for name, each in cpu.measure(cpu.limits(loaded)).items()}
+    plain = phases_of(Engine(config, loaded), Unmetered())
     meter = cpu.Meter(loaded)
-    engine = Engine(config, meter.loaded)
+    phases = phases_of(Engine(config, meter.loaded), meter)
+    best["products"] = max(best["products"], *map(best_products, phases.values()))
+    found = {name: parts_of(phase, best, cpu.RECURRENCES) for name, phase in phases.items()}
+    for name, parts in found.items():
+        count, seconds, *_ = plain[name]
+        parts[ENGINE] = Part(seconds / count, sum(part.limit for part in parts.values()))
+    return found
+
+
+def phases_of(engine: Engine, meter: cpu.Meter | Unmetered) -> dict[str, list]:
+    """Run all workloads on an engine. Return what `run_workload` returns for each kind of step."""
     gc.freeze()  # as a worker does
     phases = {}
     for workload in (w for group in WORKLOADS.values() for w in group):
         cpu.run_workload(engine, workload, meter)  # warm-up
         for name, phase in cpu.run_workload(engine, workload, meter).items():
             phases[f"{workload.name}, {name}"] = phase
-    best["products"] = max(best["products"], *map(best_products, phases.values()))
-    return {name: parts_of(phase, best, cpu.RECURRENCES) for name, phase in phases.items()}
+    return phases
 
 
 def best_products(phase) -> float:
@@ -108,17 +133,22 @@ def make_table(isa: str, steps: Steps) -> Table:
     table = Table(title=f"{isa}, medians of {RUNS} runs", title_justify="left")
     for header in ("step", "op", "ms", "share", "of limit", "gap"):
         table.add_column(header, justify="left" if header in ("step", "op") else "right")
-    for name, parts in steps.items():
-        whole = Part(*(sum(part[i] for part in parts.values()) for i in range(2)))
-        by_gap = sorted(parts.items(), key=lambda item: item[1].limit - item[1].seconds)
-        for op, (seconds, limit) in [("all", whole), *by_gap]:
-            if op != "all" and seconds < 0.01 * whole.seconds:
-                continue
-            shares = seconds / whole.seconds, limit / seconds, (seconds - limit) / whole.seconds
-            title = name if op == "all" else ""
+    for name, (engine, ops) in ((name, split(parts)) for name, parts in steps.items()):
+        whole = Part(*(sum(part[i] for part in ops.values()) for i in range(2)))
+        by_gap = sorted(ops.items(), key=lambda item: item[1].limit - item[1].seconds)
+        large = [(op, part) for op, part in by_gap if part.seconds >= 0.01 * whole.seconds]
+        for op, (seconds, limit) in [(ENGINE, engine), ("op by op", whole), *large]:
+            of = seconds if op == ENGINE else whole.seconds
+            shares = seconds / of, limit / seconds, (seconds - limit) / of
+            title = name if op == ENGINE else ""
             table.add_row(title, op, f"{seconds * 1e3:.2f}", *(f"{share:.0%}" for share in shares))
         table.add_section()
     return table
+
+
+def split(parts: dict[str, Part]) -> tuple[Part, dict[str, Part]]:
+    """Return the step of the engine, and the parts that were timed one by one."""
+    return parts[ENGINE], {op: part for op, part in parts.items() if op != ENGINE}
 
 
 def draw(all_steps: dict[str, Steps], file: str) -> None:
@@ -129,8 +159,10 @@ def draw(all_steps: dict[str, Steps], file: str) -> None:
     figure = Figure(figsize=(10, 1.5 + 0.32 * len(bars)), layout="constrained")
     axes, colors = figure.subplots(), defaultdict[str, str](lambda: f"C{len(colors) % 10}")
     for place, (_, _, parts) in enumerate(bars):
-        whole, start = sum(part.seconds for part in parts.values()), 0.0
-        for op, (seconds, limit) in parts.items():
+        engine, ops = split(parts)
+        whole, start = sum(part.seconds for part in ops.values()), 0.0
+        axes.text(1.01, place, f"{engine.limit / engine.seconds:.0%}", va="center")
+        for op, (seconds, limit) in ops.items():
             is_first = op not in colors
             color = colors[op]
             axes.barh(place, seconds / whole, left=start, color=color, alpha=0.35, label=op if is_first else None)
@@ -138,7 +170,7 @@ def draw(all_steps: dict[str, Steps], file: str) -> None:
             start += seconds / whole
     axes.set_yticks(range(len(bars)), [f"{isa}: {name}" for isa, name, _ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel("share of the step's time (dark: the limit)")
+    axes.set_xlabel("share of the step's time (dark: the limit); right: limit / time of an engine")
     figure.legend(loc="outside lower center", ncols=5)
     figure.savefig(file, format="png")
 

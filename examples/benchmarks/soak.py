@@ -45,6 +45,7 @@ from soak_others import Others  # noqa: E402
 from soak_records import Held, Records, draw, judge, percentile  # noqa: E402
 from vision_processors import make_chat_model  # noqa: E402
 
+from trueroll.engine.drafting.repeats import DEFAULT_BUDGET, least_bytes  # noqa: E402
 from trueroll.errors import TruerollError, UnknownRequestError  # noqa: E402
 from trueroll.rollout import (  # noqa: E402
     AsyncFleetClient,
@@ -55,7 +56,7 @@ from trueroll.rollout import (  # noqa: E402
 )
 from trueroll.rollout.worker.process import raise_descriptor_limit  # noqa: E402
 
-SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=2048, max_num_seqs=32, max_images=2)
+SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=512, max_num_seqs=32, max_images=2)
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text if part.type == 'text' else '[<500>]' }}{% endfor %}{% endif %}\n"
@@ -66,6 +67,7 @@ DEADLINE = 120.0
 SLEEP_SECONDS = 15.0
 """Pause between sleeps of the worker."""
 HELD_SECONDS = 1.0
+FILLING_TOKENS = 64
 LOADS = dict(groups=4, streams=3, aborts=2, scores=1, images=1, completions=2, events=1, pictures=1, agents=2)
 """For each kind of request, how many are open at any time."""
 CANARY = dict(prompt=[7, 8, 9, 10, 11, 12] * 6, seed=5)
@@ -291,6 +293,16 @@ async def soak_all(soak: Soak, others: Others, processes: dict[str, psutil.Proce
     await asyncio.gather(soak.run(), watch(soak, others, processes))
 
 
+def fill_indexes(address: str) -> None:
+    """Fill the worker's indexes of repeated text, which grow up to a budget, so that they do not grow during the
+    soak.
+    """
+    count = DEFAULT_BUDGET // least_bytes(FILLING_TOKENS)
+    prompts = [[random.randrange(7, 400) for _ in range(FILLING_TOKENS)] for _ in range(count)]
+    with RolloutClient(address) as client:
+        client.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), seed=0)
+
+
 def wait_until_idle(address: str, faults: list[str]) -> None:
     """Add a fault if the worker still has a request a while after the last one ended."""
     deadline = time.monotonic() + DEADLINE
@@ -337,6 +349,7 @@ def main(
         (model / "chat_template.jinja").write_text(TEMPLATE)
         second = f"ipc://{folder}/second"
         worker = stack.enter_context(launch_worker(str(model), speculative="ngram", **SETTINGS))
+        fill_indexes(worker.address)
         url, front = stack.enter_context(front_end(worker.address, "--session-seconds", "60"))
         others = Others(model, worker.address, second, SETTINGS)
         stack.callback(others.close)
