@@ -436,13 +436,14 @@ class Pipeline:
                 return outputs
             score.allocate()
         if columns:
-            end = chunk.end + 1 - score.request.start
-            for column, found in zip(score.columns.values(), columns, strict=True):
-                column[end - len(found) : end] = found
-        if not chunk.reaches_end:
-            return outputs
-        self._scheduler.finish(chunk.sequence)
-        return [*outputs, self._ledger.finish_score(score, "stop", commit)]
+            score.put(chunk.end + 1 - score.request.start, columns)
+        if chunk.reaches_end:
+            self._scheduler.finish(chunk.sequence)
+            return [*outputs, self._ledger.finish_score(score, "stop", commit)]
+        if score.kept_ids:
+            self._ledger.records.hold(score)
+            outputs += self._bound_records()
+        return outputs
 
     def _go_on(
         self, queued: _QueuedStep, drawn: Drawn
@@ -454,15 +455,15 @@ class Pipeline:
         """
         takers, commit, ended = queued.takers, queued.commit, list[tuple[int, FinishReason]]()
         decodes, counts, lanes = takers.decodes, takers.counts[: len(takers.decodes)], self._scheduler.running.lanes
-        starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)
+        starts, taken = (counts.cumsum() - counts).tolist(), np.ones(len(counts), np.int64)
         deferred = self._defer(decodes, drawn)
         for i in np.flatnonzero(~deferred).tolist():
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
-            sequence, start = decodes.sequences[i], int(starts[i])
+            sequence, start = decodes.sequences[i], starts[i]
             lanes.deliver(sequence)
             reason = self._ledger.append(sample, drawn, start, commit)
-            drafts = decodes.drafts.get(int(decodes.lanes[i]), ())
+            drafts = decodes.drafts.get(int(decodes.lanes[i]), ()) if decodes.drafts else ()
             for place, draft in enumerate(drafts, start):
                 if reason is not None or draft != drawn.token_ids[place]:
                     break

@@ -75,11 +75,9 @@ TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", "tops"), Column
 """The columns that a request gets by setting `top_logprobs`."""
 TARGETS = Column("target_logprobs", "<f4", "targets")
 """The column that a request gets by setting `target_token_ids`."""
-KEPT = (
-    Column("kept_counts", "<i4"),
-    Column("kept_log_mass", "<f4"),
-    Column("kept_token_ids", "<i4", counts="kept_counts"),
-)
+KEPT_COUNTS, KEPT_LOG_MASS = Column("kept_counts", "<i4"), Column("kept_log_mass", "<f4")
+KEPT_IDS = Column("kept_token_ids", "<i4", counts="kept_counts")
+KEPT = (KEPT_COUNTS, KEPT_LOG_MASS, KEPT_IDS)
 """The columns that a request gets by setting `return_sampling_mask`."""
 COLUMNS = (LOGPROBS, *TOPS, TARGETS, *KEPT)
 _BY_NAME = {column.name: column for column in COLUMNS}
@@ -89,8 +87,8 @@ Columns: TypeAlias = dict[str, np.ndarray]
 
 
 def columns_of(output: Any) -> Columns:
-    """Return the columns of a `SampleOutput`, `SampleDelta` or `ScoreOutput`. A `ScoreOutput` has no `KEPT` columns."""
-    found = ((column.name, getattr(output, column.name, None)) for column in COLUMNS)
+    """Return the columns of a `SampleOutput`, `SampleDelta` or `ScoreOutput`."""
+    found = ((column.name, getattr(output, column.name)) for column in COLUMNS)
     return {name: values for name, values in found if values is not None}
 
 
@@ -108,13 +106,14 @@ def empty_columns(params: SamplingParams) -> Columns:
     return {column.name: column.array(b"", 0, widths).copy() for column in COLUMNS if column in asked}
 
 
-def new_columns(top_logprobs: int | None, num_targets: int, rows: int) -> Columns:
-    """Return the columns of a score for `rows` tokens, filled with zeros. `num_targets`: the number of target tokens at
-    each position.
+def new_columns(top_logprobs: int | None, num_targets: int, has_mask: bool, rows: int) -> Columns:
+    """Return the columns of a score for `rows` tokens, filled with zeros, and without kept ids. `num_targets`: the
+    number of target tokens at each position. `has_mask`: whether `return_sampling_mask` is set.
     """
-    asked = (LOGPROBS, *(TOPS if top_logprobs is not None else ()), *(TARGETS,) * (num_targets > 0))
+    asked = (LOGPROBS, *(TOPS if top_logprobs is not None else ()), *(TARGETS,) * (num_targets > 0), *KEPT * has_mask)
     widths = Widths(top_logprobs or 0, num_targets)
-    return {column.name: column.array(bytearray(rows * column.num_bytes(widths)), rows, widths) for column in asked}
+    sizes = {column: 0 if column.counts else rows * column.num_bytes(widths) for column in asked}
+    return {column.name: column.array(bytearray(size), rows, widths) for column, size in sizes.items()}
 
 
 def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns:
@@ -380,6 +379,14 @@ class Distribution(BaseModel):
         text = 0 if grammar is None else grammar.num_chars // 4 + 2 * len(grammar.choice)
         return len(self.stop_token_ids) + 4 * len(self.logit_bias) + len(self.allowed_token_ids or ()) + words + text
 
+    def most_kept(self, vocab_size: int) -> int:
+        """Return the maximum number of ids that `return_sampling_mask` records for a token."""
+        allowed, has_grammar = self.allowed_token_ids, self.structured_outputs is not None
+        if not (self.has_filters or self.min_tokens or self.bad_words_token_ids or allowed or has_grammar):
+            return 0  # the whole vocabulary, for which no ids are recorded
+        top_k = self.top_k if self.has_filters and self.top_k > 0 else vocab_size
+        return min(top_k, vocab_size if allowed is None else len(allowed), vocab_size)
+
     @property
     def _filters(self) -> list[str]:
         """The names of the filters that are on."""
@@ -506,14 +513,6 @@ class SamplingParams(Distribution):
                 value=self.logprobs,
             )
         return self.temperature
-
-    def most_kept(self, vocab_size: int) -> int:
-        """Return the maximum number of ids that `return_sampling_mask` records for a token."""
-        allowed, has_grammar = self.allowed_token_ids, self.structured_outputs is not None
-        if not (self.has_filters or self.min_tokens or self.bad_words_token_ids or allowed or has_grammar):
-            return 0  # the whole vocabulary, for which no ids are recorded
-        top_k = self.top_k if self.has_filters and self.top_k > 0 else vocab_size
-        return min(top_k, vocab_size if allowed is None else len(allowed), vocab_size)
 
     def with_max_tokens(self, prompt_len: int, max_model_len: int) -> SamplingParams:
         """Return the parameters with `max_tokens` set, for a prompt of `prompt_len` tokens.
@@ -665,7 +664,8 @@ class ScoreRequest:
     `spans`, `images`, `adapter`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in
     `SamplingParams`. `target_token_ids`: for each scored token, compute the log-probs of these tokens as well: int32
     [num_tokens - start, K], K at least 1, or None. Rows with fewer tokens are padded with NO_TARGET, which has the
-    log-prob 0.
+    log-prob 0. `return_sampling_mask`: for each scored token, record the tokens that could be drawn from the
+    distribution, as in `SamplingParams`.
     """
 
     id: str
@@ -679,6 +679,7 @@ class ScoreRequest:
     spans: tuple[ContentSpan, ...] = ()
     images: tuple[ImageInput, ...] = ()
     adapter: str | None = None
+    return_sampling_mask: bool = False
 
 
 Request: TypeAlias = GenerateRequest | ScoreRequest
@@ -784,7 +785,7 @@ class SampleOutput:
         """Where each token's part of `kept_token_ids` begins and ends: int64 [num_tokens + 1]. Token i has the ids at
         the indices [offsets[i], offsets[i + 1]). The result is None unless `return_sampling_mask` was requested.
         """
-        return None if self.kept_counts is None else np.concatenate(([0], self.kept_counts.cumsum(dtype=np.int64)))
+        return _offsets_of(self.kept_counts)
 
     @classmethod
     def empty(cls, request_id: str, index: int, seed: int, params: SamplingParams) -> SampleOutput:
@@ -833,6 +834,11 @@ class ScoreOutput:
     computed, or if the records of unfinished requests exceed `max_record_bytes`. With `abort` and `error`, `logprobs`
     is empty. `error`: a description of the error, or None. `entropy`, `top_token_ids`, `top_logprobs` and
     `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
+
+    `kept_counts`, `kept_log_mass` and `kept_token_ids`: as in `SampleOutput`, for each entry of `logprobs`. The kept
+    tokens are those of the distribution that is scored, whichever token is given. If the given token is not one of the
+    kept tokens, its log-prob is -inf, and `kept_log_mass` is computed from the most probable kept token.
+
     `routed_experts`: as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """
 
@@ -845,7 +851,19 @@ class ScoreOutput:
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     target_logprobs: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
+    kept_log_mass: np.ndarray | None = None
+    kept_token_ids: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+
+    @property
+    def kept_offsets(self) -> np.ndarray | None:
+        """As in `SampleOutput`: int64 [num_tokens - start + 1]."""
+        return _offsets_of(self.kept_counts)
+
+
+def _offsets_of(counts: np.ndarray | None) -> np.ndarray | None:
+    return None if counts is None else np.concatenate(([0], counts.cumsum(dtype=np.int64)))
 
 
 Output: TypeAlias = SampleOutput | ScoreOutput

@@ -20,7 +20,7 @@ Temperature and filters come after the edits, and do not belong to this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -209,7 +209,7 @@ class Editor:
             return rules.while_short if is_short else rules.afterwards
         entries = rules.named if self._table is None else self._table.entries
         bans = entries["ends"] if is_short else None
-        if completed := self._completed():
+        if rules.bad and (completed := self._completed()):
             ends = np.isin(entries["token_id"], completed)
             bans = ends if bans is None else bans | ends
         return rules.row(entries, bans)
@@ -219,13 +219,19 @@ class Editor:
         not change. `masks`: if the rules have a grammar, the grammar's mask (`RowEdits.mask`) for each of the n
         returned edits, int32 [n, ceil(V / 32)].
         """
-        rows, ahead = [self.row()], copy(self)
-        if following and self._table is not None:
+        rows = [self.row()]
+        if following:
+            rows += self._rows_after(following)
+        return rows if masks is None else [_masked(row, mask) for row, mask in zip(rows, masks, strict=True)]
+
+    def _rows_after(self, following: Sequence[int]) -> Iterator[RowEdits]:
+        """Yield the edits of the token after each of the `following` tokens."""
+        ahead = copy(self)
+        if self._table is not None:
             ahead._table = self._table.copied()
         for token in following:
             ahead.append(token)
-            rows.append(ahead.row())
-        return rows if masks is None else [_masked(row, mask) for row, mask in zip(rows, masks, strict=True)]
+            yield ahead.row()
 
     def _completed(self) -> list[int]:
         """The tokens that would complete a bad word."""
@@ -329,7 +335,7 @@ def edit_slopes(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
 
 class _Entries(NamedTuple):
     """The changed logits of several rows, as tensors [E] on one device. `places`: the indices of the logits in the
-    flattened logits. `counts`: float32. `penalties`: float32 [3, E].
+    flattened logits. `counts`: float32. `penalties`: float32 [3, E], or [3, 1] if all rows have the same ones.
     """
 
     places: Tensor
@@ -346,12 +352,13 @@ class _Entries(NamedTuple):
             return None
         entries = _joined([each.entries for each in rows.values()])
         penalties = _joined([each.penalties for each in rows.values()]).reshape(-1, len(_NONE))
+        are_equal = bool((penalties == penalties[0]).all())
         columns = [
             np.repeat(np.array([*rows], np.int64) * logits.shape[1], sizes) + entries["token_id"],
             entries["bias"].copy(),
             entries["count"].astype(np.float32),
             entries["occurs"].copy(),
-            np.repeat(penalties.T, sizes, axis=1),
+            penalties[:1].T.copy() if are_equal else np.repeat(penalties.T, sizes, axis=1),
         ]
         return cls(*all_to_device(map(torch.from_numpy, columns), logits.device))
 

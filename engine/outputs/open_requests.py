@@ -7,7 +7,7 @@ their last delta (`Grown`), and counts the bytes of all records (`RecordBudget`)
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from ...kernels.edits import Editor, Rules
 from ..commits import Commit
 from ..grammars.masks import Place
 from ..request import (
+    KEPT_COUNTS,
+    KEPT_IDS,
     LOGPROBS,
     Columns,
     Distribution,
@@ -176,13 +178,13 @@ class OpenSample:
     @property
     def is_plain(self) -> bool:
         """Whether a token that does not end the sample changes nothing but `token_ids` and `logprobs`."""
-        acting = self.editor, self.place, self.records, self.targets, self.kept, self.num_told, self.stop_strings
-        return all(each is None for each in acting)
+        records_nothing = self.kept is None and self.records is None and self.targets is None and self.num_told is None
+        return records_nothing and self.editor is None and self.place is None and self.stop_strings is None
 
     @property
     def record_bytes(self) -> int:
         """The size of the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` requested."""
-        return sum(each.num_bytes for each in self._recorded())
+        return sum([each.num_bytes for each in (self.records, self.targets, self.kept) if each is not None])
 
     def keep_kv(self, version: int) -> None:
         """Record that the next tokens are drawn over the current KV, although the weights change. `version`: the
@@ -258,8 +260,9 @@ class OpenScore:
 
     `order`: (order of arrival of the request, 0). `rules`: the edits of logits, or None. `place`: how far the scored
     tokens have come in a text of their grammar; None without a grammar. `columns`: as in `ScoreOutput`, filled as
-    chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory. `error`: a
-    description of the error that ends the score, or None.
+    chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory. `kept_ids`: for each
+    scored token, its part of `kept_token_ids`, which `columns` lacks; empty if not requested. `error`: a description of
+    the error that ends the score, or None.
     """
 
     request: ScoreRequest
@@ -267,6 +270,7 @@ class OpenScore:
     rules: Rules | None
     place: Place | None = None
     columns: Columns = field(default_factory=dict)
+    kept_ids: list[np.ndarray] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -276,12 +280,26 @@ class OpenScore:
 
     @property
     def record_bytes(self) -> int:
-        """The size of the columns once they are allocated."""
-        return self.num_rows * sum(values.nbytes for values in self._new_columns(1).values())
+        """The size of the columns once they are allocated, with the kept ids computed so far."""
+        fixed = self.num_rows * sum(values.nbytes for values in self._new_columns(1).values())
+        num_kept = int(self.columns[KEPT_COUNTS.name].sum(dtype=np.int64)) if self.kept_ids else 0
+        return fixed + num_kept * np.dtype(KEPT_IDS.dtype).itemsize
 
     def allocate(self) -> None:
         """Allocate the columns, with no log-probs computed yet."""
         self.columns = self._new_columns(self.num_rows)
+        if (no_ids := self.columns.pop(KEPT_IDS.name, None)) is not None:
+            self.kept_ids = [no_ids] * self.num_rows
+
+    def put(self, end: int, found: Sequence[np.ndarray]) -> None:
+        """Record the columns of the scored tokens before row `end`, as `StepResults.scores` has them."""
+        rows = slice(end - len(found[0]), end)
+        if self.kept_ids:
+            *found, counts, log_mass, ids = found
+            self.kept_ids[rows] = np.split(ids, counts.cumsum()[:-1])
+            found += [counts, log_mass]
+        for column, values in zip(self.columns.values(), found, strict=True):
+            column[rows] = values
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
         """Return the output of the score. A score that did not end with `stop` has no log-probs.
@@ -291,6 +309,8 @@ class OpenScore:
         """
         columns = self.columns if reason == "stop" else self._new_columns(0)
         rows = len(columns[LOGPROBS.name])
+        if rows and self.kept_ids:
+            columns = {**columns, KEPT_IDS.name: np.concatenate(self.kept_ids)}
         return ScoreOutput(
             request_id=self.request.id,
             finish_reason=reason,
@@ -301,8 +321,9 @@ class OpenScore:
         )
 
     def _new_columns(self, rows: int) -> Columns:
-        targets = self.request.target_token_ids
-        return new_columns(self.request.top_logprobs, 0 if targets is None else targets.shape[1], rows)
+        request, targets = self.request, self.request.target_token_ids
+        num_targets = 0 if targets is None else targets.shape[1]
+        return new_columns(request.top_logprobs, num_targets, request.return_sampling_mask, rows)
 
 
 class Grown:

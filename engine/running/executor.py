@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trueroll.errors import ConfigError
 
-from ...kernels.transfer import HostCopies, to_device
+from ...kernels.transfer import to_device
 from ..config import EngineConfig
 from ..models.decoder import ROUTES, Decoder
 from ..outputs.routes import RouteFormat
@@ -35,7 +35,7 @@ from .loading import EngineInfo, LoadedModel, available_memory, engine_info, fin
 from .model_runner import LaneState, ModelRunner
 from .mtp import DraftStep, MtpRunner
 from .ranks import Links
-from .sampler import Drawing, Drawn, Sampler
+from .sampler import Drawing, Drawn, Sampler, Scoring
 from .step import ScoredRows, Step
 from .warm_up import is_needed, warm_up
 from .weights import WeightStaging, WeightStore
@@ -48,7 +48,7 @@ class StepResults(NamedTuple):
     """The results of a step, on the host.
 
     `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score request in the step, a list
-    of the columns that `Sampler.score` returns; empty if the step has none of the request's scored tokens. `routes`:
+    of the columns that `Scoring.wait` returns; empty if the step has none of the request's scored tokens. `routes`:
     the expert rows of the step's tokens (see `RouteFormat`); None if the step does not record them. Steps with drafted
     tokens always record routes. `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model without
     experts.
@@ -184,12 +184,12 @@ class LocalComputation:
     """A step in flight on the device of this process."""
 
     drawing: Drawing | None
-    scores: Sequence[HostCopies]
+    scores: Sequence[Scoring]
     routes: StepRoutes | None
 
     def wait(self) -> StepResults:
         drawn = None if self.drawing is None else self.drawing.wait()
-        scores = [[column.numpy() for column in columns.wait()] for columns in self.scores]
+        scores = [scoring.wait() for scoring in self.scores]
         rows, counts = (None, None) if self.routes is None else (self.routes.rows, self.routes.counts)
         return StepResults(
             drawn,
@@ -347,11 +347,11 @@ class LocalExecutor:
         return model, Sampler(model.ops, model.head, model.spec.head)
 
 
-def _score(sampler: Sampler, rows: ScoredRows, hidden: Tensor) -> HostCopies:
+def _score(sampler: Sampler, rows: ScoredRows, hidden: Tensor) -> Scoring:
     if not len(rows.token_ids):
-        return HostCopies([])
+        return Scoring([], has_mask=False)
     token_ids = to_device(torch.from_numpy(rows.token_ids), hidden.device)
-    return HostCopies(sampler.score(hidden, token_ids, rows))
+    return Scoring(sampler.score(hidden, token_ids, rows), rows.has_mask)
 
 
 def _available_per_rank(available: int, on_host: int, links: Links) -> list[int]:

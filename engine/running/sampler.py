@@ -99,12 +99,8 @@ class Drawing:
         kept = dict[int, tuple[bytes, ...]]()
         for places, bits, log_mass in zip(self._with_kept, found[::2], found[1::2], strict=True):
             counts, ids = kept_ids(bits.numpy())
-            parts = np.split(ids, counts.cumsum()[:-1])
-            columns = counts, log_mass.numpy(), parts
-            kept |= {
-                i: tuple(each.tobytes() for each in row)
-                for i, row in zip(places, zip(*columns, strict=True), strict=True)
-            }
+            columns = _cut_bytes(counts), _cut_bytes(log_mass.numpy()), _cut_bytes(ids, counts)
+            kept |= zip(places, zip(*columns, strict=True), strict=True)
         return kept
 
     def _records(self, statistics: Sequence[Tensor]) -> dict[int, tuple[bytes, ...]]:
@@ -113,6 +109,26 @@ class Drawing:
         entropy, token_ids, logprobs = (column.numpy() for column in statistics)
         rows = zip(self._recorded, entropy, token_ids.astype(np.int32), logprobs, strict=True)
         return {i: (nats.tobytes(), ids[:k].tobytes(), top[:k].tobytes()) for (i, k), nats, ids, top in rows if k >= 0}
+
+
+class Scoring:
+    """The columns of scored tokens, as `Sampler.score` returns them; they may still be computed on the device.
+    `has_mask`: as in `ScoredRows`.
+    """
+
+    def __init__(self, columns: Sequence[Tensor], has_mask: bool) -> None:
+        self._copies, self._has_mask = HostCopies(columns), has_mask
+
+    def wait(self) -> list[np.ndarray]:
+        """Wait for the device, and return the columns. With `has_mask`, the last ones are the columns of
+        `request.KEPT`.
+        """
+        columns = [column.numpy() for column in self._copies.wait()]
+        if not self._has_mask:
+            return columns
+        *columns, log_mass, bits = columns
+        counts, ids = kept_ids(bits)
+        return [*columns, counts, log_mass, ids]
 
 
 class Sampler:
@@ -158,8 +174,9 @@ class Sampler:
 
     def score(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> list[Tensor]:
         """Return the columns of scored tokens. The first column has the tokens' log-probs (float32 [M]). If `rows` has
-        `top_logprobs`, the next columns are the other columns of `TokenStatistics`. If `rows` has targets, the last
-        column has the targets' log-probs (float32 [M, K]).
+        `top_logprobs`, the next columns are the other columns of `TokenStatistics`. If `rows` has targets, the next
+        column has the targets' log-probs (float32 [M, K]). If `rows` has a mask, the last two columns are
+        `kept_log_mass` (float32 [M]) and the kept tokens as `packed_bits`.
 
         `hidden`: [M, hidden_size], the hidden states of `rows`. `token_ids`: int64 [M], on the device of `hidden`.
         """
@@ -167,14 +184,18 @@ class Sampler:
         if not rows.is_cut:
             asked = hidden, self.head, _make_wanted_of(token_ids, rows.distribution)
             if k is None:
-                return [self.ops.next_tokens(*asked, self.spec)[1]]
-            return [*self.ops.next_token_statistics(*asked, k, self.spec)[1]]
+                found = [self.ops.next_tokens(*asked, self.spec)[1]]
+            else:
+                found = [*self.ops.next_token_statistics(*asked, k, self.spec)[1]]
+            return found + (_whole_vocabulary(found[0]) if rows.has_mask else [])
         parts = list[list[Tensor]]()
-        for part, logits in self._processed_parts(hidden, rows):
+        for part, unfiltered, logits in self._processed_parts(hidden, rows):
             ids = token_ids[part]
             found = [self.ops.log_probs(logits, ids)] if k is None else [*self.ops.token_statistics(logits, ids, k)]
             if rows.targets is not None:
                 found.append(self._target_log_probs(logits, rows.targets[part]))
+            if rows.has_mask:
+                found += self._kept_of_scores(unfiltered, logits, ids, found[0])
             parts.append(found)
         return [torch.cat(column) for column in zip(*parts, strict=True)]
 
@@ -183,9 +204,21 @@ class Sampler:
         ids = _tensor(targets, logits)
         return self.ops.log_probs(logits, ids.clamp(min=0)).masked_fill(ids == NO_TARGET, 0.0)
 
-    def _processed_parts(self, hidden: Tensor, rows: ScoredRows) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the rows, of at most `_LOGITS_ROWS` each, and their logits after edits, temperature and
-        filters.
+    def _kept_of_scores(
+        self, unfiltered: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor
+    ) -> list[Tensor]:
+        """Return `kept_log_mass` (float32 [M]) and the kept tokens (`packed_bits`) of scored tokens.
+
+        Any kept token has the same mass, but for rounding. The scored token gives the bits of a draw of this token. If
+        the scored token was dropped, the mass comes from the most probable token.
+        """
+        kept = torch.where(logprobs.isneginf(), processed.argmax(-1), token_ids)
+        log_mass = self.ops.log_probs(unfiltered, kept) - self.ops.log_probs(processed, kept)
+        return [log_mass, packed_bits(processed)]
+
+    def _processed_parts(self, hidden: Tensor, rows: ScoredRows) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield slices of the rows, of at most `_LOGITS_ROWS` each, their logits after edits and temperature, and their
+        logits after filters. Unless `rows` has a mask, the former have the memory of the latter.
         """
         record = DrawRecord.of_scores(rows.distribution)
         temperature = _divisors(rows.distribution, hidden.device)
@@ -193,7 +226,8 @@ class Sampler:
             part = slice(start, start + _LOGITS_ROWS)
             logits = self.ops.lm_head(hidden[part], self.head, self.spec)
             scaled = edit_(self.ops, logits, rows.edits(part)).div_(temperature)
-            yield part, self._filter(scaled, np.array([record] * len(scaled), DRAW))
+            unfiltered = scaled.clone() if rows.has_mask else scaled
+            yield part, unfiltered, self._filter(scaled, np.array([record] * len(scaled), DRAW))
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
         wanted = make_wanted(draws, hidden.device)
@@ -211,7 +245,8 @@ class Sampler:
         is_one = bool((draws.records["basis"] == BASES.index("processed")).all())  # `raw` is not needed again
         edited = edit_(self.ops, raw if is_one else raw.clone(), draws.edits)
         scaled = _scaled(edited, wanted, draws, out=edited)
-        unfiltered = scaled.clone() if draws.records["has_mask"].any() else scaled
+        is_dropped = draws.records["has_mask"] & draws.records["has_filters"]
+        unfiltered = scaled.clone() if is_dropped.any() else scaled
         processed = self._filter(scaled, draws.records)
         token_ids = self._choose(processed, draws.records, wanted)
         basis = processed if is_one else _basis(raw, processed, wanted, draws)
@@ -240,7 +275,7 @@ class Sampler:
             rows, tensors = _tensor(places, processed), (unfiltered, processed, token_ids, logprobs)
             unfiltered, processed, token_ids, logprobs = (x[rows] for x in tensors)
         log_mass = self.ops.log_probs(unfiltered, token_ids) - logprobs
-        return [(places.tolist(), packed_bits(~processed.isneginf()), log_mass)]
+        return [(places.tolist(), packed_bits(processed), log_mass)]
 
     def _choose(self, processed: Tensor, records: np.ndarray, wanted: Wanted) -> Tensor:
         """Return a token for each row of logits: the token with the highest logit, or a random one."""
@@ -273,28 +308,62 @@ class Sampler:
         return scaled
 
 
-def packed_bits(mask: Tensor) -> Tensor:
-    """Return a bool mask [M, V] as bits: uint8 [M, ceil(V / 8)], the lowest bit first. A row that is True everywhere
-    becomes a row of zero bits.
+def packed_bits(logits: Tensor) -> Tensor:
+    """Return a bit for each of the logits [M, V], which is 0 for the logit -inf: uint8 [M, ceil(V / 8)], the lowest bit
+    first. A row without -inf becomes a row of zero bits.
     """
-    count = mask.shape[1]
-    padded = torch.ones(len(mask), -(-count // 8) * 8, dtype=torch.bool, device=mask.device)
-    padded[:, :count] = mask
+    bits = pack_on_host(logits) if logits.device.type == "cpu" else pack_on_device(logits)
+    last = 255 >> -logits.shape[1] % 8
+    is_cut = (bits[:, :-1] != 255).any(1) | (bits[:, -1] != last)
+    return bits.mul_(is_cut[:, None])
+
+
+def pack_on_host(logits: Tensor) -> Tensor:
+    """Return the bits of all rows, as in `packed_bits`. Several times faster on a CPU than `pack_on_device`."""
+    return torch.from_numpy(np.packbits(logits.numpy() != -np.inf, axis=1, bitorder="little"))
+
+
+def pack_on_device(logits: Tensor) -> Tensor:
+    """Return the bits of all rows, as in `packed_bits`."""
+    count = logits.shape[1]
+    mask = torch.zeros(len(logits), -(-count // 8) * 8, dtype=torch.bool, device=logits.device)
+    mask[:, :count] = ~logits.isneginf()
     # The factor moves bit 0 of byte i of the int64 to bit 56 + i. No two of the products overlap.
-    bits = (padded.view(torch.int64) * 0x0102040810204080 >> 56).to(torch.uint8)
-    bits *= (bits != 255).any(1, keepdim=True)
-    bits[:, -1] &= 255 >> -count % 8
-    return bits
+    return (mask.view(torch.int64) * 0x0102040810204080 >> 56).to(torch.uint8)
+
+
+def _whole_vocabulary(logprobs: Tensor) -> list[Tensor]:
+    """Return `kept_log_mass` (float32 [M]) and the kept tokens (`packed_bits`) of tokens for which no token was
+    dropped. `logprobs`: float32 [M].
+    """
+    return [torch.zeros_like(logprobs), torch.zeros(len(logprobs), 1, dtype=torch.uint8, device=logprobs.device)]
 
 
 def kept_ids(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of ids in each row of `packed_bits`, int32 [M], and the ids of all rows, int32, ascending in
-    each row.
+    each row. There must be at least one row. The work is done in parts, because the intermediate results are several
+    times as large as the ids.
     """
-    rows, groups = np.nonzero(bits)
-    found, offsets = np.nonzero(np.unpackbits(bits[rows, groups][:, None], axis=1, bitorder="little"))
+    parts = [_ids_of(bits[start : start + _LOGITS_ROWS]) for start in range(0, len(bits), _LOGITS_ROWS)]
+    counts, ids = zip(*parts, strict=True)
+    return np.concatenate(counts), np.concatenate(ids)
+
+
+def _ids_of(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    places = np.flatnonzero(bits != 0)  # many times faster than `np.nonzero(bits)`
+    rows, groups = np.divmod(places, bits.shape[1])
+    parts = np.unpackbits(bits.reshape(-1)[places][:, None], axis=1, bitorder="little")
+    found, offsets = np.nonzero(parts.view(np.bool_))
     counts = np.bincount(rows[found], minlength=len(bits)).astype(np.int32)
     return counts, (groups[found] * 8 + offsets).astype(np.int32)
+
+
+def _cut_bytes(values: np.ndarray, counts: np.ndarray | None = None) -> list[bytes]:
+    """Return the bytes of the values of each row. `counts` (integers): how many values each row has, by default 1."""
+    content = values.tobytes()
+    ends = np.arange(1, len(values) + 1) if counts is None else counts.cumsum()
+    ends = (values.itemsize * ends).tolist()
+    return [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _scaled(logits: Tensor, wanted: Wanted, draws: Draws, out: Tensor | None = None) -> Tensor:

@@ -89,6 +89,7 @@ class ScoredRows:
 
     `token_ids`: int64 [end - start]. `top_logprobs`: as in `ScoreRequest`. `text`: the scored tokens and all tokens
     before them, or None if no logit is edited. `targets`: int64 [end - start, K], as in `ScoreRequest`, or None.
+    `has_mask`: whether the tokens that could be drawn are recorded.
     """
 
     start: int
@@ -98,6 +99,7 @@ class ScoredRows:
     top_logprobs: int | None
     text: EditedText | None = None
     targets: np.ndarray | None = None
+    has_mask: bool = False
 
     @property
     def is_cut(self) -> bool:
@@ -317,13 +319,14 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
 
 def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Takers) -> dict[int, RowEdits]:
     """Return the edits of the draws with the indices `edited`. `owners`: for each draw, the index of its sample."""
-    edits = dict[int, RowEdits]()
-    of_edited = owners[edited]
-    for owner in np.unique(of_edited).tolist():
-        sample, places = takers.samples[owner], edited[of_edited == owner].tolist()
+    edits, of_samples = dict[int, RowEdits](), dict[int, list[int]]()
+    for place, owner in zip(edited.tolist(), owners[edited].tolist(), strict=True):
+        of_samples.setdefault(owner, []).append(place)
+    for owner, places in of_samples.items():
+        sample = takers.samples[owner]
         editor, masks = sample.editor, None if sample.place is None else sample.place.masks
         assert editor is not None
-        drafts = chunks.drafts.get(int(chunks.lanes[takers.places[owner]]), ())
+        drafts = chunks.drafts.get(int(chunks.lanes[takers.places[owner]]), ()) if chunks.drafts else ()
         rows = editor.rows(drafts, masks)
         edits |= zip(places, rows, strict=False)  # the edits of min_tokens may end before the last draft
     return edits
@@ -339,4 +342,5 @@ def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:
     rows, targets = (end - len(token_ids), end), request.target_token_ids
     if targets is not None:
         targets = targets[first - request.start : chunk.end + 1 - request.start].astype(np.int64)
-    return ScoredRows(*rows, token_ids, request.distribution, request.top_logprobs, text, targets)
+    recorded = request.top_logprobs, text, targets, request.return_sampling_mask
+    return ScoredRows(*rows, token_ids, request.distribution, *recorded)

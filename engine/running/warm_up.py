@@ -91,7 +91,7 @@ class _Computation:
             rules = Rules.of(distribution, (), self.runner.model.spec.vocab_size)
             text = rules and EditedText(rules, np.zeros(count + 1, np.int64), 1)
             for k in (None, 1):
-                rows = ScoredRows(0, count, np.zeros(count, np.int64), distribution, k, text)
+                rows = ScoredRows(0, count, np.zeros(count, np.int64), distribution, k, text, has_mask=True)
                 self.sampler.score(hidden, token_ids, rows)
 
     def _decode(self, rows: int) -> None:

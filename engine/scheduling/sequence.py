@@ -317,7 +317,7 @@ class Lanes(Counters):
         """Append the deferred tokens of a sequence, if there are any, to the sequence and its sample. Do not defer
         further tokens until the next call of `allow_deferral`.
         """
-        if (lane := sequence.lane) < 0:
+        if (lane := sequence.lane) < 0 or not self.deferred.is_open[lane]:
             return
         self._deliver(sequence)
         self.deferred.close(lane)

@@ -2,10 +2,11 @@
 
 Each request records up to 128 tokens at each of 2,000 positions, of a sample or of a prompt. For each kind of request,
 the report shows the length of the answer. For several requests of a kind, it shows the longest time for which each
-request held the event loop of the front end. The report also shows the most memory that the front end allocated during
-a request, as `tracemalloc` counts it; the frame of the reply, which ZMQ holds until it is decoded, is not included.
-MODEL: a folder with a context of at least 2,100 tokens. The front end runs in
-this process; the worker and the client have processes of their own.
+request held the event loop of the front end. The report also shows the most memory that the front end allocated, as
+`tracemalloc` counts it: during the whole request, and from the arrival of the worker's reply on. The latter includes
+the frame of the reply, which ZMQ holds until it is decoded and `tracemalloc` does not count. MODEL: a folder with a
+context of at least 2,100 tokens. The front end runs in this process; the worker and the client have processes of their
+own.
 """
 
 import asyncio
@@ -15,13 +16,17 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from trueroll.rollout import launch_worker
+from trueroll.rollout.client.connection import Connection
 from trueroll.rollout.http.clients import clients_of
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.server import listen, run
@@ -86,8 +91,43 @@ def requested(front: Front, sampling: dict[str, Any]) -> int:
     return int(done.stdout)
 
 
+class Memory:
+    """Measures the memory of a request with `tracemalloc`. `total`: the most bytes during the request. `of_reply`: the
+    most bytes from the arrival of the longest frame on, including this frame.
+    """
+
+    def __init__(self) -> None:
+        self.total = self.of_reply = 0
+        self._before = self._length = 0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure until the context ends."""
+        heard = Connection.heard
+        with patch.object(Connection, "heard", lambda connection, frame: self._hear(connection, heard, frame)):
+            tracemalloc.start()
+            yield
+            self._note_peak(0)
+            tracemalloc.stop()
+
+    def _hear(self, connection: Connection, heard: Callable[[Connection, memoryview], None], frame: memoryview) -> None:
+        if len(frame) <= self._length:
+            return heard(connection, frame)
+        self._note_peak(0)
+        self._length, self._before, self.of_reply = len(frame), tracemalloc.get_traced_memory()[0], 0
+        heard(connection, frame)
+        self._note_peak(len(frame))
+
+    def _note_peak(self, num_uncounted: int) -> None:
+        peak = tracemalloc.get_traced_memory()[1]
+        self.total = max(self.total, peak)
+        self.of_reply = max(self.of_reply, peak - self._before + num_uncounted)
+        tracemalloc.reset_peak()
+
+
 def main() -> None:
-    table = Table("request", "answer, bytes", "loop held, ms", "memory, bytes", "memory / answer")
+    columns = "memory, bytes", "memory / answer", "of the reply, bytes", "of the reply / answer"
+    table = Table("request", "answer, bytes", "loop held, ms", *columns)
     with launch_worker(sys.argv[1], num_blocks=1024, max_unread_bytes=2**30) as worker:
         front = Front(worker.address)
         for name, sampling in asked().items():
@@ -97,12 +137,12 @@ def main() -> None:
                 front.held = 0.0
                 requested(front, sampling)
                 held.append(1000 * front.held)
-            tracemalloc.start()
-            requested(front, sampling)
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+            memory = Memory()
+            with memory.measured():
+                requested(front, sampling)
             told = ", ".join(f"{each:.1f}" for each in held)
-            table.add_row(name, f"{length:,}", told, f"{peak:,}", f"{peak / length:.2f}")
+            sizes = [text for size in (memory.total, memory.of_reply) for text in (f"{size:,}", f"{size / length:.2f}")]
+            table.add_row(name, f"{length:,}", told, *sizes)
     Console().print(table)
 
 

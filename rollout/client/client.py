@@ -115,6 +115,8 @@ class AsyncRolloutClient:
       `zmq.auth.create_certificates` (`.key`, `.key_secret`).
     - `while_connected`: when the connection or this process ends, the worker aborts this client's requests for samples.
       Set `while_connected` if the client does not submit lost requests again.
+    - `read_only`: the arrays of results are read-only and share the memory of the worker's replies. A long reply then
+      takes half the memory.
     - `image_processor`: the processor for images that are not preprocessed yet. None: the processor in the folder of
       the worker's model; the folder must be on this machine.
     - `tracer`: an OpenTelemetry tracer. The client then makes a span for each request for samples.
@@ -130,12 +132,13 @@ class AsyncRolloutClient:
         client_key: Key | None = None,
         *,
         while_connected: bool = False,
+        read_only: bool = False,
         image_processor: ImageProcessor | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.address, self.tracer = address, tracer
         self._connection = Connection(address, timeout, server_public_key, client_key)
-        self._while_connected = while_connected
+        self._while_connected, self._read_only = while_connected, read_only
         self._prompts = PromptMaker(image_processor, self.health)
         self._open: dict[str, None] = {}  # ids of open requests, in the order in which they were sent
 
@@ -238,7 +241,7 @@ class AsyncRolloutClient:
         async with aclosing(await self._traced(requests, sent)) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
-                    samples[position][reply.index] = protocol.sample_output(reply)
+                    samples[position][reply.index] = protocol.sample_output(reply, self._read_only)
                     advance()
                 elif isinstance(reply, protocol.Done):
                     groups[position] = _group(reply, samples[position], prompts[position])
@@ -322,7 +325,7 @@ class AsyncRolloutClient:
         async with aclosing(await self._traced(made, sent)) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
-                    yield position, protocol.sample_output(reply)
+                    yield position, protocol.sample_output(reply, self._read_only)
                 elif isinstance(reply, SampleDelta):
                     yield position, reply
 
@@ -398,6 +401,7 @@ class AsyncRolloutClient:
         target_token_ids: Sequence[Any] | None = None,
         media: Media = None,
         return_routed_experts: bool = False,
+        return_sampling_mask: bool = False,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
         adapter: str | None = None,
@@ -411,13 +415,16 @@ class AsyncRolloutClient:
         sequence, integers [num_tokens - start, K]: the ids of K alternative tokens at each position. The log-probs of
         the alternative tokens are returned as `target_logprobs`. Pad short rows with -1, which gets the log-prob 0.
         `ScoreOutput.logprobs` is float32 [num_tokens - start], and `target_logprobs` is float32 [num_tokens - start,
-        K]. `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `media`, `min_weight_version`,
-        `wait_for_weights`, `adapter`: see `generate`. Raise RequestAbortedError if a scoring request was aborted. Raise
-        ConfigError if `distribution` is a `SamplingParams` with `logprobs=None`.
+        K]. `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `return_sampling_mask`: also return which
+        tokens the distribution keeps at each position. For a sample with `processed` log-probs, the record has the same
+        bits as the record of the sample. `media`, `min_weight_version`, `wait_for_weights`, `adapter`: see `generate`.
+        Raise RequestAbortedError if a scoring request was aborted. Raise ConfigError if `distribution` is a
+        `SamplingParams` with `logprobs=None`.
         """
         values: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=scored_distribution(distribution, values), cache_salt=cache_salt)
         fields |= dict(top_logprobs=top_logprobs, return_routed_experts=return_routed_experts)
+        fields |= dict(return_sampling_mask=return_sampling_mask)
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights, adapter=adapter)
         given = await self._prompts.make(sequences, media, "sequences")
         requests = score_requests(given, start, target_token_ids, fields)
@@ -425,7 +432,7 @@ class AsyncRolloutClient:
         async with aclosing(self.exchange(requests, "sequences", images=contents(given))) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Scores):
-                    scores[position] = _scored(reply)
+                    scores[position] = _scored(reply, self._read_only)
         return [scores[position] for position in range(len(requests))]
 
     async def abort(
@@ -907,10 +914,10 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput], prompt: Prompt
     return Group(done.id, ordered, done.params, done.num_prompt_tokens, token_ids, prompt.images)
 
 
-def _scored(reply: protocol.Scores) -> ScoreOutput:
+def _scored(reply: protocol.Scores, read_only: bool) -> ScoreOutput:
     if reply.finish_reason == "abort":
         raise RequestAbortedError("score: the request was aborted before its result was computed; send another request")
-    return protocol.score_output(reply)
+    return protocol.score_output(reply, read_only)
 
 
 @contextmanager

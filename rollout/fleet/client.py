@@ -68,7 +68,7 @@ class AsyncFleetClient(AsyncRolloutClient):
       times as long as the slowest recent request. None disables second workers.
     - `patience`: maximum number of seconds to wait for a worker that can take a request. After `patience` seconds, the
       call raises WorkerLostError.
-    - `while_connected`, `image_processor`, `tracer`: see `AsyncRolloutClient`
+    - `while_connected`, `read_only`, `image_processor`, `tracer`: see `AsyncRolloutClient`
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         straggler_seconds: float | None = 30.0,
         patience: float = 600.0,
         while_connected: bool = False,
+        read_only: bool = False,
         image_processor: ImageProcessor | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -97,7 +98,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         self.address, self.tracer = str(fleet), tracer
         self._pool = WorkerPool(membership_of(fleet), make_client, max_staleness, mixed_kinds)
         self._max_staleness, self._patience = max_staleness, patience
-        self._while_connected = while_connected
+        self._while_connected, self._read_only = while_connected, read_only
         self._prompts = PromptMaker(image_processor, self.health)
         self._requests = OpenRequests(straggler_seconds)
 
@@ -309,11 +310,12 @@ def client_for(
     keys: tuple[Key | None, Key | None],
     *,
     while_connected: bool = False,
+    read_only: bool = False,
     tracer: Tracer | None = None,
 ) -> AsyncRolloutClient:
     """Return a client for `target`: the address of a worker, the file of a fleet, or several addresses."""
     kind = AsyncFleetClient if is_fleet(target) else AsyncRolloutClient
-    return kind(target, timeout, *keys, while_connected=while_connected, tracer=tracer)
+    return kind(target, timeout, *keys, while_connected=while_connected, read_only=read_only, tracer=tracer)
 
 
 def _put(replies: asyncio.Queue[tuple[int, Reply]], position: int) -> Callable[[Reply], None]:

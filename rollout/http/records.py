@@ -1,5 +1,5 @@
 """Records in an answer, besides the log-probs of the generated tokens: log-probs of given tokens, sampling masks,
-routed experts, and log-probs of the prompt. A record has vLLM's format if vLLM has one.
+routed experts, and records of the prompt. A record has vLLM's format if vLLM has one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from ...engine.request import Distribution, SamplingParams, ScoreOutput
+from ...engine.request import Columns, Distribution, SamplingParams, ScoreOutput, columns_of, new_columns
 from .answers import Binary, Rows, TokenBytes, rows
 from .fields import RecordFields, unsupported
 from .images import Prompt
@@ -35,13 +35,16 @@ def told_records(piece: Piece, own: RecordFields) -> dict[str, Any]:
     if "target_logprobs" in found:
         told["target_logprobs"] = Binary(found["target_logprobs"])
     if "kept_counts" in found:
-        counts, ids = found["kept_counts"], found["kept_token_ids"]
-        width = 1 + len(ids) // max(1, len(counts))
-        told["sampling_mask"] = rows(_split(counts, ids), len(counts), width)
-        told["sampling_mask_log_mass"] = Binary(found["kept_log_mass"])
+        told |= _told_mask(found, "sampling_mask")
     if piece.ended is not None and (routed := piece.ended.routed_experts) is not None:
         told["routed_experts"] = Binary(routed[own.routed_experts_prompt_start :])
     return told
+
+
+def _told_mask(found: Columns, name: str) -> dict[str, Any]:
+    counts, ids = found["kept_counts"], found["kept_token_ids"]
+    width = 1 + len(ids) // max(1, len(counts))
+    return {name: rows(_split(counts, ids), len(counts), width), f"{name}_log_mass": Binary(found["kept_log_mass"])}
 
 
 def _split(counts: np.ndarray, ids: np.ndarray) -> Iterator[list[int]]:
@@ -54,6 +57,7 @@ def _split(counts: np.ndarray, ids: np.ndarray) -> Iterator[list[int]]:
 def check_records(own: RecordFields, prompts: Sequence[Sequence[int]], is_stream: bool, params: SamplingParams) -> None:
     """Raise InvalidRequestError or HttpError if a prompt cannot have the requested records."""
     asked = dict(prompt_logprobs=own.prompt_logprobs, prompt_logprob_token_ids=own.prompt_logprob_token_ids)
+    asked["prompt_sampling_mask"] = own.prompt_sampling_mask or None
     if is_stream and (name := next((name for name, value in asked.items() if value is not None), None)):
         raise unsupported(name, "null for a stream", asked[name])
     if (targets := own.prompt_logprob_token_ids) is not None:
@@ -88,21 +92,28 @@ def record_bytes(own: RecordFields, params: SamplingParams, served: ServedModel)
     routes = served.route_bytes * params.return_routed_experts
     new = Binary.num_chars(4 * len(params.target_token_ids) + routes)
     if params.return_sampling_mask:
-        new += 4 + TokenBytes.ID * params.most_kept(served.vocab_size) + Binary.num_chars(4)
+        new += _mask_bytes(params, served)
     prompt = Binary.num_chars(routes + 4 * len((own.prompt_logprob_token_ids or [[]])[0]))
+    if own.prompt_sampling_mask:
+        prompt += _mask_bytes(prompt_distribution(params), served)
     listed = 0 if own.prompt_logprobs is None else 4 + (own.prompt_logprobs + 1) * _ENTRY_BYTES
     return TokenBytes(new, prompt + listed)
+
+
+def _mask_bytes(distribution: Distribution, served: ServedModel) -> int:
+    return 4 + TokenBytes.ID * distribution.most_kept(served.vocab_size) + Binary.num_chars(4)
 
 
 async def prompt_records(
     own: RecordFields, prompts: list[Prompt], params: SamplingParams, served: ServedModel
 ) -> list[dict[str, Any]]:
-    """Return, for each prompt, the fields `prompt_logprobs` and `prompt_token_id_logprobs` as requested.
+    """Return, for each prompt, the fields `prompt_logprobs`, `prompt_token_id_logprobs`, `prompt_sampling_mask` and
+    `prompt_sampling_mask_log_mass` as requested.
 
-    The log-probs include the temperature and the filters of the request. Edits of logits, such as penalties, are left
+    The records include the temperature and the filters of the request. Edits of logits, such as penalties, are left
     out, because they apply only to drawn tokens.
     """
-    if own.prompt_logprobs is None and own.prompt_logprob_token_ids is None:
+    if own.prompt_logprobs is None and own.prompt_logprob_token_ids is None and not own.prompt_sampling_mask:
         return [{} for _ in prompts]
     return [await _prompt_record(own, prompt, params, served) for prompt in prompts]
 
@@ -127,10 +138,16 @@ async def _prompt_record(
     if (k := own.prompt_logprobs) is not None:
         [score] = await scores(top_logprobs=k) if len(token_ids) > 1 else [None]
         told["prompt_logprobs"] = Rows(_prompt_rows(token_ids, score, k, served.texts.token), 2 + 2 * k)
-    if (targets := own.prompt_logprob_token_ids) is not None:
-        [score] = await scores(start=own.prompt_logprob_start + 1, target_token_ids=[targets])
-        assert score.target_logprobs is not None
-        told["prompt_token_id_logprobs"] = Binary(score.target_logprobs)
+    targets, has_mask, start = own.prompt_logprob_token_ids, own.prompt_sampling_mask, own.prompt_logprob_start + 1
+    found = new_columns(None, 0, has_mask, 0)
+    if (targets is not None or has_mask) and start < len(token_ids):
+        asked: dict[str, Any] = dict(target_token_ids=None if targets is None else [targets], start=start)
+        [score] = await scores(return_sampling_mask=has_mask, **asked)
+        found = columns_of(score)
+    if targets is not None:
+        told["prompt_token_id_logprobs"] = Binary(found["target_logprobs"])
+    if has_mask:
+        told |= _told_mask(found, "prompt_sampling_mask")
     return told
 
 

@@ -42,6 +42,7 @@ from ...engine.request import (
     plain,
 )
 from ...weight_sync.payload.messages import MAX_ID_CHARS
+from .binaries import Binaries, without_binaries
 from .error_codes import told
 from .messages import (
     Delta,
@@ -68,6 +69,8 @@ MAX_FIELDS = 32
 _ID_WITHIN_BYTES = 1024
 _NIL = b"\xc0"
 _CONTAINERS = (tuple, dict)
+_SHARED = ("sample", "scores")
+"""The types of messages that may share the memory of their frame."""
 
 _FROM_CLIENT: TypeAdapter[FromClient] = TypeAdapter(Annotated[FromClient, Field(discriminator="type")])
 _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="type")])
@@ -109,22 +112,33 @@ def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
 
 
 def from_worker(frame: bytes | memoryview) -> FromWorker:
-    """Decode a worker's frame. Raise ProtocolError if the frame is invalid."""
-    return _check(_unpack(frame, 2 * len(frame), len(frame)), _FROM_WORKER, _WORKER_TYPES)
+    """Decode a worker's frame. Raise ProtocolError if the frame is invalid. The long arrays of a sample or of scores
+    share the memory of the frame.
+    """
+    limits = 2 * len(frame), len(frame)
+    fields = None
+    if (binaries := without_binaries(memoryview(frame))) is not None:
+        fields = _unpack(binaries.rest, *limits, binaries)
+    if fields is None or fields.get("type") not in _SHARED:
+        fields = _unpack(frame, *limits)
+    return _check(fields, _FROM_WORKER, _WORKER_TYPES)
 
 
-def _unpack(frame: bytes | memoryview, max_elements: int, max_fields: int) -> dict[str, Any]:
-    """Return the fields of a frame, without checking them. Raise ProtocolError if the frame cannot be decoded or
-    exceeds a limit.
+def _unpack(
+    frame: bytes | memoryview, max_elements: int, max_fields: int, binaries: Binaries | None = None
+) -> dict[str, Any]:
+    """Return the fields of a frame, without checking them. `binaries`: the binaries for which extensions in the frame
+    stand. Raise ProtocolError if the frame cannot be decoded or exceeds a limit.
     """
     count = _element_counter(max_elements)
     try:
-        _check_completeness(frame)
+        _check_completeness(frame, 0 if binaries is None else 1)
         fields = msgpack.unpackb(
             frame,
             use_list=False,
             strict_map_key=True,
-            max_ext_len=0,
+            max_ext_len=0 if binaries is None else 1,
+            ext_hook=msgpack.ExtType if binaries is None else binaries.find,
             max_array_len=max_elements,
             max_map_len=max_fields,
             list_hook=count,
@@ -138,11 +152,11 @@ def _unpack(frame: bytes | memoryview, max_elements: int, max_fields: int) -> di
     return fields
 
 
-def _check_completeness(frame: bytes | memoryview) -> None:
+def _check_completeness(frame: bytes | memoryview, max_ext_len: int) -> None:
     """Raise msgpack's error if the header of an array or map declares more elements than the frame contains. Call this
     function before unpacking, because unpacking allocates memory for the number of elements in the header.
     """
-    unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0, max_buffer_size=len(frame) + 1)
+    unpacker = msgpack.Unpacker(use_list=False, max_ext_len=max_ext_len, max_buffer_size=len(frame) + 1)
     unpacker.feed(frame)
     unpacker.skip()
 
@@ -241,7 +255,7 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
         found |= {column: getattr(message.tops, _TOP_FIELDS[column.name]) for column in TOPS}
     if message.targets is not None:
         found[TARGETS] = message.targets.logprobs
-    if not isinstance(message, Scores) and message.kept is not None:
+    if message.kept is not None:
         found |= {column: getattr(message.kept, _KEPT_FIELDS[column.name]) for column in KEPT}
     return found
 
@@ -256,18 +270,22 @@ def fields_of(content: Mapping[Column, bytes], widths: Widths) -> dict[str, Any]
     """Convert columns to message fields. `content`: columns as bytes."""
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     kept = {_KEPT_FIELDS[column.name]: content[column] for column in KEPT if column in content}
-    return ({"kept": KeptArrays(**kept)} if kept else {}) | {
+    return {
         "logprobs": content.get(LOGPROBS),
         "tops": TopArrays(k=widths.tops, **tops) if tops else None,
         "targets": TargetArrays(k=widths.targets, logprobs=content[TARGETS]) if TARGETS in content else None,
+        "kept": KeptArrays(**kept) if kept else None,
     }
 
 
-def columns_within(message: Carrier) -> Columns:
-    """Return the columns of a message as writable arrays."""
+def columns_within(message: Carrier, read_only: bool = False) -> Columns:
+    """Return the columns of a message as arrays: read-only arrays that share the memory of the message, or writable
+    copies.
+    """
     found, widths = bytes_within(message), widths_of(message)
     rows = next((len(content) // column.num_bytes(widths) for column, content in found.items()), 0)
-    return {column.name: column.array(content, rows, widths).copy() for column, content in found.items()}
+    shared = {column.name: column.array(content, rows, widths) for column, content in found.items()}
+    return shared if read_only else {name: values.copy() for name, values in shared.items()}
 
 
 def fields_for(columns: Columns) -> dict[str, Any]:
@@ -358,8 +376,8 @@ def error_message(id: str | None, error: TruerollError, caller: str | None = Non
     return Error(id=id, caller=caller, **told(error))
 
 
-def sample_output(message: FinishedSample) -> SampleOutput:
-    """Convert a message to a `SampleOutput` of the engine, with writable arrays."""
+def sample_output(message: FinishedSample, read_only: bool = False) -> SampleOutput:
+    """Convert a message to a `SampleOutput` of the engine. `read_only`: as in `columns_within`."""
     return SampleOutput(
         request_id=message.id,
         index=message.index,
@@ -373,8 +391,8 @@ def sample_output(message: FinishedSample) -> SampleOutput:
         num_drafted_tokens=message.num_drafted_tokens,
         num_accepted_tokens=message.num_accepted_tokens,
         old_kv=tuple(WeightSpan(*span) for span in message.old_kv),
-        routed_experts=_routed_array(message.routed_experts),
-        **as_fields(columns_within(message)),
+        routed_experts=_routed_array(message.routed_experts, read_only),
+        **as_fields(columns_within(message, read_only)),
     )
 
 
@@ -389,23 +407,23 @@ def sample_delta(message: Delta) -> SampleDelta:
     )
 
 
-def score_output(message: Scores) -> ScoreOutput:
-    """Convert a message to a `ScoreOutput` of the engine, with writable arrays."""
+def score_output(message: Scores, read_only: bool = False) -> ScoreOutput:
+    """Convert a message to a `ScoreOutput` of the engine. `read_only`: as in `columns_within`."""
     return ScoreOutput(
         request_id=message.id,
         finish_reason=message.finish_reason,
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
-        routed_experts=_routed_array(message.routed_experts),
-        **as_fields(columns_within(message)),
+        routed_experts=_routed_array(message.routed_experts, read_only),
+        **as_fields(columns_within(message, read_only)),
     )
 
 
-def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
-    """Convert a message's field `routed_experts` to the engine's format, a writable array."""
+def _routed_array(routed: RoutedExperts | None, read_only: bool) -> np.ndarray | None:
+    """Convert a message's field `routed_experts` to the engine's format. `read_only`: as in `columns_within`."""
     if routed is None:
         return None
     elements = np.frombuffer(routed.data, np.dtype(routed.dtype).newbyteorder("<"))
-    return elements.astype(routed.dtype).reshape(routed.shape)
+    return elements.astype(routed.dtype, copy=not read_only).reshape(routed.shape)
 
 
 def _routed(output: SampleOutput | ScoreOutput) -> RoutedExperts | None:

@@ -10,7 +10,16 @@ import math
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import numpy as np
-from pydantic import AfterValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from trueroll.errors import MAX_FIELD_CHARS, MAX_VALUE_CHARS
 
@@ -53,9 +62,16 @@ def _is_whole_words(data: bytes) -> bytes:
     return data
 
 
+def _is_shared_or_valid(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Accept a memoryview, which only `from_worker` makes, as it is."""
+    return value if isinstance(value, memoryview) else validate(value)
+
+
 Number: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**64)] | float
 MAX_DELTA_SECONDS = 60
-Array = Annotated[bytes, AfterValidator(_is_whole_words)]
+Shared = Annotated[bytes, WrapValidator(_is_shared_or_valid)]
+"""Bytes, or a memoryview that shares the memory of a frame. The memoryview replaces bytes wherever arrays are read."""
+Array = Annotated[Shared, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
 Spans = Annotated[tuple[ContentSpan, ...], FailFast(), Field(max_length=MAX_SPANS)]
 Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
@@ -126,7 +142,7 @@ class GetScores(_Request):
     - `start`: index of the first token with a log-prob
     - `target_token_ids`: int32 array, row-major, with the same number of ids for each token from `start` on; see
       `ScoreRequest`
-    - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
+    - `spans`, `top_logprobs`, `return_routed_experts`, `return_sampling_mask`: see `ScoreRequest`
     - `images`: as in `Generate`
     - other fields: see `_Request`
     """
@@ -140,6 +156,7 @@ class GetScores(_Request):
     cache_salt: CacheSalt | None = None
     top_logprobs: TopLogprobs | None = None
     return_routed_experts: bool = False
+    return_sampling_mask: bool = False
     spans: Spans = ()
     images: ImageRefs = ()
 
@@ -301,11 +318,11 @@ class TargetArrays(Message):
 
 
 class KeptArrays(Message):
-    """The data for `return_sampling_mask`: for each token of the sample, the token ids that could be drawn at its
-    position.
+    """The data for `return_sampling_mask`: for each token of the sample, or each scored token, the token ids that could
+    be drawn at its position.
 
-    `counts`: int32 [num_tokens], the number of ids for each token of the sample. `log_mass`: float32 [num_tokens].
-    `token_ids`: int32 [sum of counts].
+    `counts`: int32 [num_tokens], the number of ids for each token. `log_mass`: float32 [num_tokens]. `token_ids`: int32
+    [sum of counts].
     """
 
     counts: Array
@@ -333,7 +350,7 @@ class RoutedExperts(Message):
 
     dtype: Literal["uint8", "uint16"]
     shape: tuple[Count, Count, Count]
-    data: bytes
+    data: Shared
 
     @model_validator(mode="after")
     def _has_all_elements(self) -> Self:
@@ -426,6 +443,7 @@ class Scores(Message):
     weight_versions: tuple[Span, ...]
     tops: TopArrays | None = None
     targets: TargetArrays | None = None
+    kept: KeptArrays | None = None
     routed_experts: RoutedExperts | None = None
     caller: Id | None = None
 

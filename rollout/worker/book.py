@@ -634,7 +634,7 @@ def _request_of(entry: Entry) -> Request:
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
         recorded = message.top_logprobs, message.return_routed_experts, message.start, targets_of(message)
         parts = entry.key, tokens, message.distribution, salt, *recorded, message.spans
-        return ScoreRequest(*parts, adapter=message.adapter)
+        return ScoreRequest(*parts, adapter=message.adapter, return_sampling_mask=message.return_sampling_mask)
     assert params is not None
     salted = params.model_copy(update={"cache_salt": salt_of(entry.user, params.cache_salt)})
     tokens = protocol.bytes_to_tokens(message.prompt_token_ids)

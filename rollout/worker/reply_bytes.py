@@ -16,6 +16,7 @@ from ...engine.request import (
     COLUMNS,
     TOKENS,
     Columns,
+    Distribution,
     Request,
     ScoreRequest,
     Widths,
@@ -62,15 +63,20 @@ def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
     if isinstance(request, ScoreRequest):
         tokens, fed = len(request.token_ids) - request.start, len(request.token_ids) - 1
         num_targets = 0 if request.target_token_ids is None else request.target_token_ids.shape[1]
-        each = _bytes_of_row(new_columns(request.top_logprobs, num_targets, 0))
+        each = _bytes_of_row(new_columns(request.top_logprobs, num_targets, request.return_sampling_mask, 0))
+        each += _kept_bytes(request.return_sampling_mask, request.distribution, sizes)
         return tokens, each, fed * sizes.route_bytes * request.return_routed_experts
     params, prompt = request.params, len(request.prompt_token_ids)
     room = max(1, sizes.max_model_len - prompt)
     tokens = min(params.max_tokens or room, room)
     each = TOKENS.num_bytes(Widths()) + _bytes_of_row(empty_columns(params))
-    if params.return_sampling_mask:
-        each += 4 * params.most_kept(sizes.vocab_size)
+    each += _kept_bytes(params.return_sampling_mask, params, sizes)
     return tokens, each, (prompt + tokens) * sizes.route_bytes * params.return_routed_experts
+
+
+def _kept_bytes(has_mask: bool, distribution: Distribution, sizes: ModelSizes) -> int:
+    """Return the maximum number of bytes that the kept ids of one token take."""
+    return 4 * distribution.most_kept(sizes.vocab_size) if has_mask else 0
 
 
 def _bytes_of_row(columns: Columns) -> int:

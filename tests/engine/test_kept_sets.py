@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, columns_of
-from trueroll.engine.running.sampler import kept_ids, packed_bits
+from trueroll.engine.request import (
+    Distribution,
+    GenerateRequest,
+    Output,
+    SampleOutput,
+    ScoreOutput,
+    ScoreRequest,
+    columns_of,
+    cut_columns,
+)
+from trueroll.engine.running.sampler import kept_ids, pack_on_device, pack_on_host, packed_bits
 
 from .drive import drain, generate, make_engine, run, run_alone, tokens
 
@@ -113,6 +123,91 @@ def _kept(log_probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.n
     return np.sort(order[probs >= min_p * probs[0]])
 
 
+def rescored(name: str, sample: SampleOutput, **more: Any) -> ScoreRequest:
+    """A score of a sample under the distribution from which it was drawn, with the sample's records."""
+    params = ask(name).params.model_copy(update=dict(logprobs="processed"))
+    whole = np.concatenate((PROMPT, np.array(sample.token_ids, np.int32)))
+    asked = dict(top_logprobs=params.top_logprobs, start=len(PROMPT), return_sampling_mask=True) | more
+    return ScoreRequest(f"{name} {sample.index}", whole, params.recorded, **asked)
+
+
+def kept_bits(output: SampleOutput | ScoreOutput) -> dict[str, bytes]:
+    found = {name: values.tobytes() for name, values in columns_of(output).items() if name.startswith("kept")}
+    assert len(found) == 3
+    return found
+
+
+@pytest.mark.usefixtures("steps_ahead")
+@pytest.mark.parametrize("circumstances", ["whole", "chunks", "restarted"])
+def test_a_score_has_the_records_of_the_sample(
+    circumstances: str, alone: dict[tuple[str, int], SampleOutput], tiny_llama: Path
+) -> None:
+    """All scores run together, with targets in half of them. A restarted score has already computed a part."""
+    engine = make_engine(tiny_llama, max_num_seqs=16, max_num_batched_tokens=512 if circumstances == "whole" else 56)
+    targets = {key: _everything(sample)[:, :3] for key, sample in alone.items() if key[1]}
+    for key, sample in alone.items():
+        engine.add(rescored(key[0], sample, target_token_ids=targets.get(key)))
+    outputs, was_under_way = list[Output](), False
+    while engine.has_unfinished:
+        outputs += engine.step()
+        is_under_way = engine.memory()["records"] > 0
+        if circumstances == "restarted" and is_under_way and not was_under_way:
+            outputs += engine.interrupt("recompute")
+        was_under_way |= is_under_way
+    assert was_under_way == (circumstances != "whole"), "premise"
+    assert (engine.stats().recomputed > 0) == (circumstances == "restarted"), "premise"
+    found = {output.request_id: output for output in outputs}
+    for (name, index), sample in alone.items():
+        score = found[f"{name} {index}"]
+        assert isinstance(score, ScoreOutput) and score.logprobs.shape == (len(sample.token_ids),)
+        assert kept_bits(score) == kept_bits(sample)
+        assert score.kept_offsets is not None and sample.kept_offsets is not None
+        assert score.kept_offsets.tolist() == sample.kept_offsets.tolist()
+        if ask(name).params.logprobs == "processed":
+            assert score.logprobs.tobytes() == np.array(sample.logprobs).tobytes()
+
+
+@pytest.mark.parametrize("name", ["top_k", "all", "bans"])
+def test_a_score_of_a_token_that_was_dropped_has_the_record_of_its_position(
+    name: str, alone: dict[tuple[str, int], SampleOutput], tiny_llama: Path
+) -> None:
+    """The last token is replaced, or in the case of bans, the fifth one. Earlier tokens keep their bits."""
+    sample = alone[name, 0]
+    last = 4 if name == "bans" else len(sample.token_ids) - 1
+    kept = sets_of(sample)[last]
+    dropped = next(token for token in range(VOCABULARY) if token not in kept)
+    assert 0 < len(kept) < VOCABULARY, "premise"
+    other = replace(sample, token_ids=[*sample.token_ids[:last], dropped])
+    engine = make_engine(tiny_llama)
+    engine.add(rescored(name, other))
+    [score] = drain(engine)
+    assert isinstance(score, ScoreOutput) and score.kept_offsets is not None and score.kept_log_mass is not None
+    assert score.logprobs[last] == -np.inf and np.isfinite(score.logprobs[:last]).all()
+    before = cut_columns(columns_of(score), 0, last), cut_columns(columns_of(sample), 0, last)
+    found, expected = ({n: v.tobytes() for n, v in each.items() if n.startswith("kept")} for each in before)
+    assert found == expected
+    ids = cut_columns(columns_of(score), last, last + 1)["kept_token_ids"]
+    assert ids.tolist() == kept.tolist() and sample.kept_log_mass is not None
+    assert abs(score.kept_log_mass[last] - sample.kept_log_mass[last]) < 2e-6
+
+
+@pytest.mark.parametrize("top_logprobs", [None, 2])
+def test_a_score_without_filters_and_edits_keeps_the_whole_vocabulary(
+    top_logprobs: int | None, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    asked: dict[str, Any] = dict(distribution=Distribution(temperature=0.8), top_logprobs=top_logprobs)
+    for has_mask in (True, False):
+        engine.add(ScoreRequest(str(has_mask), PROMPT, **asked, return_sampling_mask=has_mask))
+    outputs = {output.request_id: columns_of(output) for output in drain(engine)}
+    masked, plain = outputs["True"], outputs["False"]
+    assert masked["kept_counts"].tolist() == [0] * (len(PROMPT) - 1) and not len(masked["kept_token_ids"])
+    assert masked["kept_log_mass"].tobytes() == bytes(4 * (len(PROMPT) - 1))
+    assert {name: each.tobytes() for name, each in plain.items()} == {
+        name: each.tobytes() for name, each in masked.items() if not name.startswith("kept")
+    }
+
+
 def test_neutral_parameters_keep_the_whole_vocabulary(alone: dict[tuple[str, int], SampleOutput]) -> None:
     columns = columns_of(alone["neutral", 0])
     assert (
@@ -146,7 +241,9 @@ def test_a_trainer_that_is_not_aligned_restores_the_log_probs(
 @pytest.mark.parametrize("vocabulary", [8, 13, 512, 517])
 def test_bits_are_unpacked_to_the_ids_of_a_mask_unless_it_has_all(vocabulary: int) -> None:
     mask = torch.from_numpy(np.random.default_rng(0).random((9, vocabulary)) < np.linspace(0, 1, 9)[:, None])
-    counts, ids = kept_ids(packed_bits(mask).numpy())
+    logits = torch.full(mask.shape, -torch.inf).masked_fill(mask, torch.nan if vocabulary == 13 else 1.0)
+    assert torch.equal(pack_on_host(logits), pack_on_device(logits))
+    counts, ids = kept_ids(packed_bits(logits).numpy())
     assert mask[-1].all() and not mask[0].any(), "premise"
     mask[mask.all(1)] = False
     assert (counts.dtype, ids.dtype) == (np.int32, np.int32) and counts.tolist() == mask.sum(1).tolist()

@@ -13,6 +13,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.drafting.drafter import FunctionDrafter
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import (
+    Distribution,
     GenerateRequest,
     Output,
     SampleOutput,
@@ -189,6 +190,30 @@ def test_waiting_scores_hold_no_records(tiny_llama: Path) -> None:
     outputs += drain(engine)
     assert [output.finish_reason for output in outputs] == ["stop"] * 3 and held(engine) == 0
     assert len({repr(bits(output)) for output in outputs}) == 1 and engine.stats().recomputed == 1
+
+
+@pytest.mark.usefixtures("steps_ahead")
+@pytest.mark.parametrize("is_within", [True, False])
+def test_the_kept_ids_of_a_score_count_as_they_are_computed(is_within: bool, tiny_llama: Path) -> None:
+    """The score has 40 tokens, of which each step computes 8."""
+    fixed, chunk = 40 * (4 + 4 + 4), 8 * 4 * 50
+    limit = fixed + (4 if is_within else 3) * chunk
+    engine = make_engine(tiny_llama, max_record_bytes=limit, max_num_seqs=1, max_num_batched_tokens=8)
+    engine.add(ScoreRequest("kept", tokens(41), Distribution(top_k=50), return_sampling_mask=True))
+    sizes, outputs = list[int](), list[Output]()
+    while not outputs:
+        outputs += engine.step()
+        sizes.append(held(engine))
+    [score], sizes = outputs, [size for size in dict.fromkeys(sizes) if size]
+    assert isinstance(score, ScoreOutput) and score.kept_counts is not None and held(engine) == 0
+    expected = [fixed + chunks * chunk for chunks in range(1, 5)]
+    if is_within:
+        assert sizes == expected and score.kept_counts.tolist() == [50] * 40
+        assert score.finish_reason == "stop" and engine.stats().record_errors == 0
+    else:
+        assert sizes == expected[:3] and len(score.kept_counts) == len(score.logprobs) == 0
+        assert score.finish_reason == "error" and score.error is not None and engine.stats().record_errors == 1
+        assert f"this score's {expected[3]} bytes are the most" in score.error
 
 
 @pytest.mark.usefixtures("steps_ahead")

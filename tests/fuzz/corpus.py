@@ -104,7 +104,7 @@ class Corpus:
         if rng.random() < 0.5:
             message["distribution"] |= {name: rng.choice(choices) for name, choices in _EDITS.items()}
         if rng.random() < 0.2:
-            message["start"] = rng.choice((1, 1, 2, 7, 2**63 - 1))
+            message |= {"start": rng.choice((1, 1, 2, 7, 2**63 - 1)), "return_sampling_mask": True}
         if rng.random() < 0.2:
             ids = [rng.choice((-2, -1, 0, 1, MAX_TOKEN + 1)) for _ in range(rng.choice((0, 1, 2, 3, 6, 1030)))]
             message["target_token_ids"] = np.array(ids, "<i4").tobytes()

@@ -182,7 +182,8 @@ class HttpCorpus:
 
 def _of_prompt(fields: dict[str, Any], is_stream: bool) -> dict[str, Any]:
     """Return, rarely, fields for records of the prompt, which a stream does not have."""
-    return {"prompt_logprobs": 2, "prompt_logprob_start": 0} if fields["seed"] % 7 == 2 and not is_stream else {}
+    records = {"prompt_logprobs": 2, "prompt_logprob_start": 0, "prompt_sampling_mask": True}
+    return records if fields["seed"] % 7 == 2 and not is_stream else {}
 
 
 _FORMATS: tuple[dict[str, Any], ...] = (

@@ -95,8 +95,9 @@ def test_score_with_the_parameters_of_samples_gives_their_bits(client: RolloutCl
 
 
 def test_grammars_on_a_worker(client: RolloutClient) -> None:
-    """A refused grammar ends its request only; scores have the bits of the samples."""
-    params = SamplingParams(n=2, max_tokens=12, temperature=0.8, structured_outputs=Grammar(regex="[a-c]{3,9}[0-9]+"))
+    """A refused grammar ends its request only; scores have the bits of the samples and of their kept tokens."""
+    grammar = Grammar(regex="[a-c]{3,9}[0-9]+")
+    params = SamplingParams(n=2, max_tokens=12, temperature=0.8, structured_outputs=grammar, return_sampling_mask=True)
     with pytest.raises(InvalidRequestError, match="structured_outputs: .*unclosed group"):
         client.generate([PROMPTS[0]], SamplingParams(structured_outputs=Grammar(regex="(a")))
     groups = client.generate(PROMPTS, params, seed=3)
@@ -106,8 +107,13 @@ def test_grammars_on_a_worker(client: RolloutClient) -> None:
         [[*prompt, *sample.token_ids] for prompt, sample in pairs],
         distribution=params,
         start=[len(prompt) for prompt, _ in pairs],
+        return_sampling_mask=True,
     )
     assert [score.logprobs.tobytes() for score in scores] == [logprobs for _, logprobs in bits(tuple(samples))]
+    for score, sample in zip(scores, samples, strict=True):
+        assert sample.kept_counts is not None and (0 < sample.kept_counts).all(), "premise"
+        for name in ("kept_counts", "kept_log_mass", "kept_token_ids"):
+            assert getattr(score, name).tobytes() == getattr(sample, name).tobytes()
     with pytest.raises(InvalidRequestError, match="excludes token"):
         client.score([[*PROMPTS[0], 5, 5, 5]], distribution=params, start=len(PROMPTS[0]))
 
@@ -123,6 +129,17 @@ def test_score_gives_the_log_probs_of_the_tokens_that_generate_was_asked_for(cli
         assert found is not None and expected is not None and expected.shape == (len(sample.token_ids), 3)
         assert found[:, 0].tobytes() == expected[:, 1].tobytes() and not found[:, 1].any()
         assert found[:, 2].tobytes() == score.logprobs.tobytes() == np.array(sample.logprobs).tobytes()
+
+
+def test_score_gives_the_kept_tokens_of_generate(client: RolloutClient) -> None:
+    params = SamplingParams(n=2, max_tokens=10, seed=3, temperature=0.7, top_p=0.8, return_sampling_mask=True)
+    (group,) = client.generate([PROMPTS[0]], params)
+    sequences = [[*PROMPTS[0], *sample.token_ids] for sample in group.samples]
+    asked: dict[str, Any] = dict(distribution=params, start=len(PROMPTS[0]), return_sampling_mask=True)
+    for sample, score in zip(group.samples, client.score(sequences, **asked), strict=True):
+        assert sample.kept_counts is not None and sample.kept_counts.all(), "premise"
+        for name in ("logprobs", "kept_counts", "kept_log_mass", "kept_token_ids"):
+            assert getattr(score, name).tobytes() == getattr(sample, name).tobytes()
 
 
 @pytest.mark.parametrize("targets", [[[1]], [[1, 2], [3]], [[1.5], [2.0]], [[512], [1]], [[], []]])

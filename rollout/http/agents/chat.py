@@ -15,6 +15,7 @@ _OFF = dict(
     prompt_logprobs=(),
     prompt_logprob_token_ids=(),
     prompt_logprob_start=(0,),
+    prompt_sampling_mask=(False,),
     routed_experts_prompt_start=(0,),
     add_generation_prompt=(True,),
     skip_special_tokens=(True,),

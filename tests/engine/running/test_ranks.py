@@ -27,7 +27,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.models import decoder
 from trueroll.engine.parallel.leader import RankedExecutor
-from trueroll.engine.request import ScoreRequest
+from trueroll.engine.request import Distribution, ScoreRequest
 from trueroll.engine.running import loading
 from trueroll.engine.running.executor import LocalComputation, LocalExecutor, StepResults
 from trueroll.engine.running.loading import load_model
@@ -180,7 +180,8 @@ def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
             generate("g", tokens(9, seed=6), max_tokens=9, ignore_eos=False, structured_outputs=dict(json_object=True)),
         ]
         run(engine, asked[:1])
-        run(engine, [*asked[1:], ScoreRequest("d", tokens(50, seed=4))])
+        kept = ScoreRequest("k", tokens(50, seed=4), Distribution(top_p=0.9), return_sampling_mask=True)
+        run(engine, [*asked[1:], ScoreRequest("d", tokens(50, seed=4)), kept])
         assert engine.stats().preemptions > 0 and engine.stats().prefix_hits > 0, "premise"
     return found
 

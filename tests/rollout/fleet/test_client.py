@@ -16,7 +16,7 @@ import pytest
 from fake_engine import PLACEHOLDER, FakeEngine, FakeInfo, expected_tokens
 from serving import WorkerOnThread, fake_process, serving, stop_after_a_step
 
-from trueroll.engine.request import GenerateRequest, Output
+from trueroll.engine.request import GenerateRequest, Output, ScoreRequest
 from trueroll.errors import (
     ConfigError,
     InvalidRequestError,
@@ -194,7 +194,9 @@ def test_calls_give_the_results_of_one_worker(running: Running, client: FleetCli
         i: [t for p in pieces if isinstance(p, SampleDelta) and p.index == i for t in p.token_ids] for i in range(3)
     }
     assert grown == {i: sample.token_ids for i, sample in enumerate(one.samples)}
-    (score,) = client.score([[1, 2, 4]], temperature=2.0)
+    (score,) = client.score([[1, 2, 4]], temperature=2.0, return_sampling_mask=True)
+    scored = [each for engine in running.engines for each in engine.requests if isinstance(each, ScoreRequest)]
+    assert [each.return_sampling_mask for each in scored] == [True]
     assert np.array_equal(score.logprobs, np.array([-1, -2], np.float32))
     short = client.generate([[1, 2, 3]], PARAMS.model_copy(update=dict(n=1, max_tokens=2)), seed=7)[0].samples[0]
     (whole,) = client.continue_samples([[1, 2, 3]], [short], PARAMS)

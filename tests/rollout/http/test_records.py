@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import tracemalloc
 from base64 import b64decode
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_engine import FakeEngine
 from http_fronts import CHAT_TEMPLATE, Front, error_of, events, front_end
+from serving import serving
 
 from tiny import make_tiny_model
-from trueroll.engine.request import NO_TARGET
-from trueroll.rollout import RolloutClient, SamplingParams, launch_worker
+from trueroll.engine.request import NO_TARGET, SampleOutput
+from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams, launch_worker, protocol
+from trueroll.rollout.http import server
 from trueroll.rollout.http.answers import Binary, encoded
+from trueroll.rollout.http.generate import GenerateForm, SamplingFields
+from trueroll.rollout.http.images import Prompt
+from trueroll.rollout.http.pieces import Asker, Task
+from trueroll.rollout.http.samples import SampleLog
+from trueroll.rollout.http.turns import Turns
+from trueroll.rollout.http.wire import long_answer
 
 PROMPT = list(range(40, 80))
 SAMPLING: dict[str, Any] = dict(n=2, max_tokens=12, temperature=0.8, top_k=30, seed=11)
@@ -95,9 +107,39 @@ def test_log_probs_of_a_prompt_have_the_bits_of_scores(path: str, front: Front, 
     assert (found.shape, found.tobytes()) == (given.target_logprobs.shape, given.target_logprobs.tobytes())
 
 
+@pytest.mark.parametrize("has_targets", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_kept_sets_of_a_prompt_have_the_bits_of_scores(
+    path: str, has_targets: bool, front: Front, client: RolloutClient
+) -> None:
+    prompt, start = front.post(path, body_for(path)).json().get("prompt_token_ids") or PROMPT, 2
+    asked: dict[str, Any] = dict(prompt_sampling_mask=True, prompt_logprob_start=start)
+    if has_targets:
+        asked["prompt_logprob_token_ids"] = [[7]] * (len(prompt) - 1 - start)
+    sampling = dict(n=1, max_tokens=1, temperature=0.8, top_k=None, top_p=0.9)
+    answer = front.post(path, body_for(path, **sampling, **asked)).json()
+    told = answer["choices"][0] if path == "/v1/completions" else answer
+    [score] = client.score([prompt], temperature=0.8, top_p=0.9, start=start + 1, return_sampling_mask=True)
+    assert score.kept_counts is not None and score.kept_token_ids is not None and score.kept_log_mass is not None
+    assert [len(ids) for ids in told["prompt_sampling_mask"]] == score.kept_counts.tolist() and score.kept_counts.all()
+    assert sum(told["prompt_sampling_mask"], []) == score.kept_token_ids.tolist()
+    assert array_of(told["prompt_sampling_mask_log_mass"]).tobytes() == score.kept_log_mass.tobytes()
+    assert ("prompt_token_id_logprobs" in told) == has_targets
+
+
+def test_a_prompt_without_tokens_to_record_has_empty_kept_sets(front: Front) -> None:
+    body = dict(prompt=[PROMPT, PROMPT[:1]], max_tokens=1, top_k=3, prompt_sampling_mask=True, prompt_logprob_start=38)
+    long, short = front.post("/v1/completions", body).json()["choices"]
+    assert [len(ids) for ids in long["prompt_sampling_mask"]] == [3] and short["prompt_sampling_mask"] == []
+    assert array_of(short["prompt_sampling_mask_log_mass"]).shape == (0,)
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
+        ("prompt_sampling_mask", dict(prompt_sampling_mask=1)),
+        ("prompt_sampling_mask", dict(prompt_sampling_mask=True, stream=True)),
+        ("max_tokens", dict(prompt=[PROMPT] * 4, n=1000, prompt_sampling_mask=True, top_p=0.9)),
         ("prompt_logprob_token_ids", dict(prompt_logprob_token_ids=[[1]] * 3)),
         ("prompt_logprob_token_ids", dict(prompt_logprob_token_ids=[[1, 2], *[[1]] * 38])),
         ("prompt_logprob_token_ids", dict(prompt_logprob_token_ids=[[-2]] * 39)),
@@ -124,6 +166,65 @@ def test_an_array_is_written_in_parts_as_one_file(shape: tuple[int, ...], dtype:
     found = array_of(encoded({"array": Binary(array)}).decode()[10:-2])
     assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, shape, array.tobytes())
     assert max(map(len, Binary(array).parts())) <= 2**13
+
+
+@pytest.mark.parametrize("name", ["target_logprobs", "sampling_mask"])
+def test_a_long_reply_takes_at_most_one_and_a_half_times_the_bytes_of_its_answer(name: str) -> None:
+    """2,000 tokens with 128 records each. The frame of the reply counts until the end."""
+    rows, generator = 2000, np.random.default_rng(0)
+    ones = np.ones(rows, np.float32)
+    columns: dict[str, Any] = dict(target_logprobs=-generator.random((rows, 128), np.float32))
+    if name == "sampling_mask":
+        ids = generator.integers(0, 32768, rows * 128).astype(np.int32)
+        columns = dict(kept_counts=np.full(rows, 128, np.int32), kept_log_mass=ones, kept_token_ids=ids)
+    sample = SampleOutput("r", 0, [*range(rows)], ones, "length", 7, 0, (), **columns)
+    frame = protocol.encode(protocol.sample_message("r", sample))
+
+    class Reply:
+        async def samples(self) -> list[list[SampleOutput]]:
+            message = protocol.from_worker(frame)
+            assert isinstance(message, protocol.FinishedSample)
+            return [[protocol.sample_output(message, read_only=True)]]
+
+        def stream(self) -> Any:
+            raise NotImplementedError
+
+    async def answered() -> int:
+        task = Task([PROMPT], [()], SamplingParams(), None, is_stream=False)
+        form = GenerateForm("r", 0, "m", frozenset(), Prompt(PROMPT), SamplingFields(), {}, tells_usage=False)
+        content = await Asker(Reply(), None, frozenset(), SampleLog(), Turns()).whole(task, form)
+        sent = list[int]()
+
+        async def send(message: Any) -> None:
+            sent.append(len(message.get("body", b"")))
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await (await long_answer(content, Turns()))({"type": "http"}, receive, send)
+        return sum(sent)
+
+    asyncio.run(answered())  # imports and caches are not counted
+    tracemalloc.start()
+    try:
+        length = asyncio.run(answered())
+        peak = tracemalloc.get_traced_memory()[1] + len(frame)
+    finally:
+        tracemalloc.stop()
+    assert length > 1_300_000 and peak < 1.5 * length
+
+
+def test_the_client_of_a_front_end_copies_no_arrays(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, client_for = list[dict[str, Any]](), server.client_for
+
+    def recorded(*arguments: Any, **settings: Any) -> AsyncRolloutClient:
+        made.append(settings)
+        return client_for(*arguments, **settings)
+
+    monkeypatch.setattr(server, "client_for", recorded)
+    with serving(FakeEngine()) as running, front_end(running.address, tokenizer=str(chat_model)):
+        pass
+    assert [settings["read_only"] for settings in made] == [True]
 
 
 @pytest.fixture(scope="module")

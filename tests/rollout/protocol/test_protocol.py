@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import msgpack
 import numpy as np
@@ -19,8 +20,11 @@ from hypothesis import strategies as st
 from trueroll.engine.request import Distribution, SampleOutput, SamplingParams, ScoreOutput, WeightSpan
 from trueroll.errors import ProtocolError, TruerollError
 from trueroll.rollout import protocol
+from trueroll.rollout.protocol import binaries
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS, error_from_code
 
+SHARED = patch.object(binaries, "LONG_BYTES", 4)
+"""Makes even short arrays share the memory of a frame, if they are a large enough part of it."""
 PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
 
 ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=128)
@@ -82,6 +86,7 @@ from_client = st.one_of(
         distribution=st.builds(Distribution, min_p=st.floats(0, 1), presence_penalty=st.floats(-2, 2)),
         start=st.integers(1, 2**63 - 1),
         target_token_ids=st.none() | arrays,
+        return_sampling_mask=st.booleans(),
     ),
     st.builds(protocol.Abort, id=ids, request_id=ids, index=st.none() | counts),
     st.builds(protocol.Ack, ids=st.lists(ids).map(tuple)),
@@ -133,7 +138,15 @@ from_worker = st.one_of(
         num_prompt_tokens=counts,
         finish_reasons=st.dictionaries(reasons, counts),
     ),
-    st.builds(protocol.Scores, id=ids, logprobs=arrays, finish_reason=reasons, weight_versions=spans),
+    st.builds(
+        protocol.Scores,
+        id=ids,
+        logprobs=arrays,
+        finish_reason=reasons,
+        weight_versions=spans,
+        targets=st.none() | targets,
+        kept=st.none() | kept,
+    ),
     st.builds(protocol.Error, id=st.none() | ids, code=st.just("internal"), message=st.just("text")),
     st.builds(protocol.Aborted, id=ids, request_id=ids, num_samples=counts),
 )
@@ -147,6 +160,32 @@ def test_a_clients_message_survives_the_wire(message: Any) -> None:
 @given(from_worker)
 def test_a_workers_message_survives_the_wire(message: Any) -> None:
     assert protocol.from_worker(protocol.encode(message)) == message
+
+
+@given(from_worker)
+def test_a_reply_is_decoded_as_with_copies(message: Any) -> None:
+    frame = protocol.encode(message)
+    with SHARED:
+        assert protocol.from_worker(frame) == message
+
+
+@given(st.data(), from_worker)
+@settings(max_examples=200)
+def test_a_damaged_reply_is_decoded_as_with_copies(data: st.DataObject, message: Any) -> None:
+    frame = bytearray(protocol.encode(message))
+    for _ in range(data.draw(st.integers(1, 5))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(frame[: data.draw(st.integers(0, len(frame)))])
+    expected = decoded(cut)
+    with SHARED:
+        assert decoded(cut) == expected
+
+
+def decoded(frame: bytes) -> Any:
+    try:
+        return protocol.from_worker(frame)
+    except ProtocolError:
+        return ProtocolError
 
 
 @given(st.data(), from_client)
@@ -202,6 +241,31 @@ def test_top_logprobs_survive_the_wire_bit_for_bit(k: int, rows: int) -> None:
         for name, expected in tops.items():
             assert found[name].tobytes() == expected.tobytes() and found[name].dtype == expected.dtype
             assert found[name].shape == expected.shape and found[name].flags.writeable
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_read_only_results_share_the_memory_of_the_message(read_only: bool) -> None:
+    counts, ids = np.array([2, 0, 1], np.int32), np.arange(3, dtype=np.int32)
+    routed = np.zeros((2, 2, 1), np.uint8)
+    columns: dict[str, Any] = dict(target_logprobs=np.ones((3, 2), np.float32), routed_experts=routed)
+    columns |= dict(kept_counts=counts, kept_log_mass=np.ones(3, np.float32), kept_token_ids=ids)
+    ones = np.ones(3, np.float32)
+    sample = SampleOutput("a", 3, [0] * 3, ones, "stop", 7, 17, (), **columns)
+    message = protocol.sample_message("a", sample)
+    scores = protocol.scores_message("a", ScoreOutput("a", ones, "stop", (), **columns))
+    for sent, back in (
+        (message, protocol.sample_output(message, read_only)),
+        (scores, protocol.score_output(scores, read_only)),
+    ):
+        assert isinstance(back, SampleOutput | ScoreOutput) and sent.kept is not None and sent.targets is not None
+        pairs = [(sent.logprobs, back.logprobs), (sent.targets.logprobs, back.target_logprobs)]
+        pairs += [(sent.kept.counts, back.kept_counts), (sent.kept.log_mass, back.kept_log_mass)]
+        pairs.append((sent.kept.token_ids, back.kept_token_ids))
+        assert sent.routed_experts is not None
+        for content, found in [*pairs, (sent.routed_experts.data, back.routed_experts)]:
+            assert content is not None and found is not None and found.tobytes() == content
+            assert found.flags.writeable != read_only
+            assert np.shares_memory(found, np.frombuffer(content, np.uint8)) == read_only
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])

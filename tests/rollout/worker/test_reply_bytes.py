@@ -10,6 +10,7 @@ from fake_engine import FakeEngine, FakeInfo
 from serving import serving
 
 from trueroll.engine.request import (
+    Distribution,
     GenerateRequest,
     Request,
     SampleOutput,
@@ -69,9 +70,11 @@ def vars_of(output: SampleOutput) -> dict[str, np.ndarray]:
     return {name: value for name, value in vars(output).items() if isinstance(value, np.ndarray)}
 
 
-def test_the_scores_take_the_planned_bytes_at_most() -> None:
-    targets = np.zeros((TOKENS - 5, 130), np.int32)
-    request = ScoreRequest("r", np.zeros(TOKENS, np.int32), top_logprobs=9, start=5, target_token_ids=targets)
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_the_scores_take_the_planned_bytes_at_most(has_mask: bool) -> None:
+    targets, filters = np.zeros((TOKENS - 5, 130), np.int32), Distribution(top_k=KEPT["top_k"])
+    asked: dict[str, Any] = dict(top_logprobs=9, start=5, target_token_ids=targets, return_sampling_mask=has_mask)
+    request = ScoreRequest("r", np.zeros(TOKENS, np.int32), filters, **asked)
     ones = np.ones(TOKENS - 5, np.float32)
     listed: dict[str, Any] = dict(
         entropy=ones,
@@ -79,6 +82,9 @@ def test_the_scores_take_the_planned_bytes_at_most() -> None:
         top_logprobs=np.ones((TOKENS - 5, 9), np.float32),
         target_logprobs=np.ones((TOKENS - 5, 130), np.float32),
     )
+    if has_mask:
+        listed |= dict(kept_counts=np.full(TOKENS - 5, KEPT["top_k"], np.int32), kept_log_mass=ones)
+        listed |= dict(kept_token_ids=np.zeros((TOKENS - 5) * KEPT["top_k"], np.int32))
     size = len(protocol.encode(protocol.scores_message("r", ScoreOutput("r", ones, "stop", (), **listed))))
     assert size <= planned(request) < size + 5000
 
