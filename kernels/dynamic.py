@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .quantization import LARGEST, LEAST_SCALE, MOST, Format, Quantized, divided, nearest, quantize, refuse_elements
+from .quantization import LARGEST, LEAST_SCALE, MOST, Format, Quantized, divided, nearest
 
 MOST_COLUMNS = (2**31 - 1) // (127 * 128)  # published codes of weights may be -128
 """A matrix with activations of the kind `int8` has at most this number of columns, so that sums have 32 bits."""
@@ -97,59 +97,6 @@ def coded_product(rows: CodedRows, weight: Quantized, plain_sums: Sums) -> Tenso
 def _exact_sums(rows: Tensor, matrix: Tensor) -> Tensor:
     # Each sum is an integer below 2**31, so every order of additions in float64 is exact.
     return (rows.double() @ matrix.double().T).float()
-
-
-class CodedWeight:
-    """A `Weight` of a format with activations, as plain tensors: `codes`, uint8 [R, C], and `scales`, the bytes of the
-    float32 scales, uint8 [R, 4]. `dtype`: the dtype of the tensors that `copy_` receives and of the activations.
-    """
-
-    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype, format: Format) -> None:
-        self.codes, self.scales, self.dtype, self.format = codes, scales, dtype, format
-        self.shape = codes.shape
-
-    @classmethod
-    def new(cls, rows: int, columns: int, empty: Callable[..., Tensor], format: Format) -> CodedWeight:
-        """Return an uninitialized weight. Its memory comes from `empty(*shape, dtype=torch.uint8)`."""
-        codes, scales = (empty(rows, size, dtype=torch.uint8) for size in (columns, 4))
-        return cls(codes, scales, empty(0).dtype, format)
-
-    @property
-    def nbytes(self) -> int:
-        """The memory size of the weight in bytes."""
-        return self.codes.nbytes + self.scales.nbytes
-
-    def quantized(self) -> Quantized:
-        """Return the codes and scales, which share this weight's memory."""
-        return Quantized(self.format, self.codes, self.scales.view(torch.float32))
-
-    def copy_(self, source: Tensor | Quantized | CodedWeight) -> None:
-        """Store a tensor, which is converted to `dtype` and quantized; or a quantized matrix of this format. Raise
-        ValueError for a tensor that the format cannot store.
-        """
-        if isinstance(source, Tensor):
-            source = quantize(source.to(self.dtype), self.format)
-        found = source.quantized() if isinstance(source, CodedWeight) else source
-        self.codes.copy_(found.codes)
-        self.scales.view(torch.float32).copy_(found.scales)
-
-    def put_(self, index: Tensor, source: Tensor) -> None:
-        """Raise ValueError, unless there are no elements."""
-        refuse_elements(self.format, index)
-
-    def narrow(self, dim: int, start: int, length: int) -> CodedWeight:
-        """Return rows [start, start + length) as a weight that shares this weight's memory. `dim` is 0."""
-        codes, scales = (each.narrow(0, start, length) for each in (self.codes, self.scales))
-        return CodedWeight(codes, scales, self.dtype, self.format)
-
-    def copied(self, device: torch.device) -> CodedWeight:
-        """Return a copy on `device`, in memory of its own."""
-        codes, scales = (each.to(device, copy=True) for each in (self.codes, self.scales))
-        return CodedWeight(codes, scales, self.dtype, self.format)
-
-    def to_dense(self) -> Tensor:
-        """Return the values as a tensor."""
-        return self.quantized().values().to(self.dtype)
 
 
 class DynamicValues(NamedTuple):

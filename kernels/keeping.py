@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dynamic import CodedWeight
+from .coded import CodedWeight
 from .quantization import format_of
 from .rounded import RoundedWeight
 from .shards import Shard, Shards
@@ -50,5 +50,5 @@ def device_of(weight: Any) -> torch.device:
     if isinstance(weight, Stack):
         return device_of(weight.matrix)
     if isinstance(weight, CodedWeight):
-        return weight.codes.device
+        return weight.data.device
     return device_of(weight.plain) if isinstance(weight, RoundedWeight) else torch.device("cpu")

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,13 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 # A magnitude is rounded up past each bound. An even code wins a tie, so a bound belongs to the even code's side.
 _E2M1_BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+SCALE_DTYPES: dict[Scale, torch.dtype] = {
+    "float32": torch.float32,
+    "e8m0": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+    "float16": torch.float16,
+}
+"""The dtypes of `Quantized.scales`."""
 LARGEST: dict[Element, float] = {"e4m3": 448.0, "int8": 127.0, "e2m1": 6.0, "int4": 15.0}
 _LARGEST_EXPONENT: dict[Element, int] = {"e4m3": 8, "e2m1": 2}
 
@@ -73,6 +81,11 @@ class Format:
     def bits(self) -> int:
         """The bits of a code."""
         return 8 if self.element in ("e4m3", "int8") else 4
+
+    @property
+    def scale_bytes(self) -> int:
+        """The bytes of a scale."""
+        return SCALE_DTYPES[self.scale].itemsize
 
     def stores(self, other: Format) -> bool:
         """Return whether the codes and scales of another format are those of this format: only activations differ."""
@@ -218,6 +231,37 @@ def round_trip(matrix: Tensor, format: Format, unit: int | None = None) -> Tenso
         found[start : start + len(part)] = _quantize_rows(part, matrix, format).values()
         start += len(part)
     return found
+
+
+def quantize_part(matrix: Tensor, format: Format, unit: int | None, first: int, whole_rows: int) -> Quantized:
+    """Quantize a matrix that consists of rows of another matrix, from row `first` on. The other matrix has `whole_rows`
+    rows, and its blocks of rows begin as in `quantize` with `unit`. Raise the errors of `quantize`, and ValueError if
+    the rows do not consist of whole blocks.
+    """
+    count, unit = len(matrix), min(unit or whole_rows, whole_rows)
+    if not (format.rows > 1 or format.scale == "e4m3") or not count:
+        return quantize(matrix, format)
+    start, end = first % unit, (first + count) % unit
+    if start % ROWS or end % ROWS:
+        raise ValueError(
+            f"a slice of rows that is quantized to {format.name} must begin and end at multiples of {ROWS} rows of a "
+            f"matrix with {unit} rows (got [{start}, {start + count}))"
+        )
+    if start == end == 0:
+        return quantize(matrix, format, unit)
+    cuts = [0, *range(unit - start, count, unit), count]
+    return join([quantize(matrix[a:b], format) for a, b in pairwise(cuts)], 0)
+
+
+def require_finite(source: Quantized) -> None:
+    """Raise ValueError if a code or a scale stands for NaN or an infinite number."""
+    bad = int((~source.float_scales().isfinite()).sum())
+    if source.format.element == "e4m3":
+        bad += int(((source.codes & 0x7F) == 0x7F).sum())
+    if bad:
+        raise ValueError(
+            f"{bad} codes or scales in {source.format.name} are NaN or infinite, which a weight cannot hold"
+        )
 
 
 def format_of(weight: Any) -> Format | None:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .coded import CodedWeight
 from .contract import (
     CLAMP,
     CLAMPED_SLOPE,
@@ -47,10 +48,10 @@ from .contract import (
     Wanted,
     Weight,
 )
-from .dynamic import CodedWeight, coded_product, quantize_rows
+from .dynamic import coded_product, quantize_rows
 from .layer import project, run_layers, store
 from .quantization import FORMATS as ALL_FORMATS
-from .quantization import Format
+from .quantization import Format, format_of
 from .specs import (
     PLAIN_HEAD,
     WHOLE,
@@ -106,7 +107,7 @@ def new_weight(
     if format is None:
         return empty(rows, columns)
     assert format.name in FORMATS, f"this backend stores no matrices of this format (got {format})"
-    return CodedWeight.new(rows, columns, empty, format)
+    return CodedWeight.new(rows, columns, empty, format, unit)
 
 
 def new_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
@@ -201,8 +202,10 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def merge_into(out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
     merged = merge(weight, a, b, scale)
-    out.copy_(merged)
-    return bool(merged.isfinite().all())
+    is_finite = bool(merged.isfinite().all())
+    if is_finite or format_of(out) is None:
+        out.copy_(merged)
+    return is_finite
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

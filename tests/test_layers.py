@@ -38,7 +38,7 @@ FOREIGN_ALLOWED_TO = {
     "kernels.families.settings": {"transformers", "huggingface_hub"},
     **{
         f"kernels.triton.{name}": {"triton"}
-        for name in ("launch", "products", "attention", "experts", "peers", "rows", "recurrence", "head")
+        for name in ("launch", "products", "attention", "experts", "peers", "rows", "recurrence", "head", "weights")
     },
     **{f"rollout.http.{name}": {"starlette"} for name in ("adapters", "bodies", "guard", "lifecycle", "pages", "wire")},
     **{f"rollout.http.{name}": {"opentelemetry", "starlette"} for name in ("app", "tracing")},
@@ -68,10 +68,11 @@ KERNELS = {
     "spellings": set(),
     "stored": set(),
     "dynamic": {"quantization"},
+    "coded": {"quantization"},
     "stacks": {"contract", "quantization"},
     "rounded": {"contract", "quantization"},
     "shards": {"quantization", "rounded", "specs", "stacks"},
-    "keeping": {"dynamic", "quantization", "rounded", "shards", "stacks"},
+    "keeping": {"coded", "quantization", "rounded", "shards", "stacks"},
     "layer": SPEC | {"cache_formats", "stacks"},
     "pieces": {"layer", "specs"},
     "precision": {"cache_formats", "dynamic", "layer", "quantization", "specs", "stacks", "stored"},
@@ -80,9 +81,9 @@ KERNELS = {
     "transfer": set(),
     "edits": {"contract", "transfer"},
     "distributions": SPEC | {"edits", "packed"},
-    "reference": SPEC | {"dynamic", "layer", "quantization"},
+    "reference": SPEC | {"coded", "dynamic", "layer", "quantization"},
     "cpu": SPEC | {"cache_formats", "cpu", "layer", "quantization", "reference"},
-    "triton": SPEC | {"triton", "layer", "quantization", "reference", "transfer"},
+    "triton": SPEC | {"coded", "triton", "layer", "quantization", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "packed": SPEC,
     "media": {"specs", "transfer"},

@@ -143,6 +143,14 @@ PARTS: dict[str, tuple[Promise, ...]] = {
         Promise("every bit of a push arrives, and a push leaks no memory", 260, PUSH),
         Promise("a push with expandable segments is complete and leaks no memory", 260, PUSH, settings=EXPANDABLE),
     ),
+    "quantized": (
+        Promise(
+            "products with quantized weights have the bits of products with their values",
+            500,
+            ("test_quantized.py",),
+            parallel=True,
+        ),
+    ),
     "ranks": (Promise("several ranks give the bits of one GPU", 500, ("test_ranks.py",)),),
     "speed": (
         Promise("products, attention and decode steps are measured", 520, sections=("products", "attention", "steps")),

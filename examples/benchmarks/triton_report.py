@@ -39,6 +39,7 @@ from trueroll.kernels.contract import (
     StateBatch,
     Wanted,
 )
+from trueroll.kernels.quantization import FORMATS, Format
 from trueroll.kernels.specs import (
     PIECE_UNIT,
     Activation,
@@ -151,6 +152,9 @@ EXPERTS = {
 }
 # Vision towers: hidden size, heads, and inner size of an MLP.
 TOWERS = {"the tower of Qwen3-VL-8B": (1152, 16, 4304)}
+# Formats of weights, with the matrices of a dense model and of a mixture of experts.
+CODED = {name: FORMATS[name] for name in FORMATS if name in backend.FORMATS}
+FEW_CODED = "fp8", "nvfp4"
 FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
@@ -162,7 +166,7 @@ DECODE_CONTEXT = 1152
 
 
 def record(names: Iterable[str]) -> list[Launch]:
-    """Return the distinct launches of the named models, delta nets, experts or towers, grouped by kernel."""
+    """Return the distinct launches of the named models, delta nets, experts, towers or formats, grouped by kernel."""
     with recording() as launches:
         for name in names:
             if name in DELTA_NETS:
@@ -175,6 +179,9 @@ def record(names: Iterable[str]) -> list[Launch]:
                 scan(SPACES[name])
             elif name in LATENTS:
                 absorb(*LATENTS[name])
+            elif name in CODED:
+                Calls(MODELS[MODELLED], torch.bfloat16, CODED[name]).matrices()
+                mix(*EXPERTS["gpt-oss-20b"], CODED[name])
             else:
                 Calls(MODELS[name], torch.float16 if name == FLOAT16 else torch.bfloat16).all()
                 fold_ranks(MODELS[name].hidden)
@@ -192,10 +199,10 @@ def name_of(kernel: Any) -> str:
 
 
 class Calls:
-    """Calls the ops of a model on tensors without memory."""
+    """Calls the ops of a model on tensors without memory. `format`: the format of the matrices; None for plain ones."""
 
-    def __init__(self, model: Model, dtype: torch.dtype) -> None:
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: Model, dtype: torch.dtype, format: Format | None = None) -> None:
+        self.model, self.dtype, self.format = model, dtype, format
         self.empty = partial(torch.empty, dtype=dtype, device="meta")
         self.cache = self.empty(4, 16, model.kv_heads, model.head_dim)
 
@@ -209,8 +216,13 @@ class Calls:
             self.attention([rows])
         self.attention([1] * 8, integers(8))
 
-    def weight(self, rows: int, columns: int) -> torch.Tensor:
-        return backend.new_weight(rows, columns, self.empty)
+    def matrices(self) -> None:
+        for rows in ROWS:
+            self.products(rows)
+            self.qkv(rows)
+
+    def weight(self, rows: int, columns: int) -> Any:
+        return backend.new_weight(rows, columns, self.empty, self.format)
 
     def products(self, rows: int) -> None:
         m = self.model
@@ -342,15 +354,15 @@ def absorb(heads: int, latent: int, rotated: int, size: int) -> None:
         backend.paged_attention(q, cache, cache[..., :latent], batch, latent**-0.5)
 
 
-def mix(spec: ExpertsSpec, hidden: int) -> None:
+def mix(spec: ExpertsSpec, hidden: int, format: Format | None = None) -> None:
     """Call the ops of experts for many numbers of rows, both with experts that the router chooses and with given
-    experts.
+    experts. `format`: the format of the matrices; None if they are plain.
     """
     count, inner = spec.num_experts, spec.intermediate_size
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)
-    gate_up = backend.new_weight(count * 2 * inner, hidden, empty)
-    down = backend.new_weight(count * hidden, inner, empty)
+    gate_up: Any = backend.new_weight(count * 2 * inner, hidden, empty, format)
+    down: Any = backend.new_weight(count * hidden, inner, empty, format)
     weights = ExpertsWeights(empty(count, hidden), None, gate_up, biases[0], down, biases[1])
     for rows in ROWS:
         x, logits = empty(rows, hidden), empty(rows, count)
@@ -436,7 +448,7 @@ def compile_for(capability: int, launch: Launch) -> Compiled:
     return Compiled(
         kernel=name_of(launch.kernel),
         types=dict(launch.types),
-        constants=dict(launch.constants),
+        constants={name: value.name if isinstance(value, Format) else value for name, value in launch.constants},
         warps=launch.warps,
         stages=launch.stages,
         capability=capability,
@@ -509,8 +521,12 @@ def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[
 
 
 def few_jobs(launches: Iterable[Launch]) -> list[Job]:
-    """Return one launch of each kernel, for the target that tiles are tuned for."""
-    return [(TUNED_FOR, launch) for launch in {launch.kernel: launch for launch in launches}.values()]
+    """Return one launch of each kernel with plain weights and one launch for each of two formats, for the target that
+    tiles are tuned for.
+    """
+    formats = [(dict(launch.constants).get("FORMAT"), launch) for launch in launches]
+    few = {format.name if format else launch.kernel: launch for format, launch in formats}
+    return [(TUNED_FOR, few[key]) for key in few if key not in CODED or key in FEW_CODED]
 
 
 def some(launches: Sequence[Launch]) -> list[Launch]:
@@ -679,7 +695,9 @@ def main() -> None:
         help="print as JSON instead of a table: launches that together have each tile and value of every model, "
         f"and for sm_{TUNED_FOR} all launches of one model, of delta nets and of some experts",
     )
-    parser.add_argument("--few", action="store_true", help="print one form of each kernel for one GPU as JSON")
+    parser.add_argument(
+        "--few", action="store_true", help="print one form of each kernel and format for one GPU as JSON"
+    )
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
         "--model", action="store_true", help="print the times that a model of an H100 gives for the layers of one model"
@@ -688,7 +706,7 @@ def main() -> None:
     if options.model:
         print_model(MODELS[MODELLED])
     elif options.json or options.all or options.few:
-        launches = record([*LATENTS, *MODELS, *DELTA_NETS, *SPACES, *EXPERTS, *TOWERS])
+        launches = record([*LATENTS, *MODELS, *DELTA_NETS, *SPACES, *EXPERTS, *TOWERS, *CODED])
         if options.few:
             jobs = few_jobs(launches)
         else:

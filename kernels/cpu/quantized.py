@@ -23,17 +23,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..quantization import FORMATS, ROWS, Format, Quantized, join, quantize, refuse_elements
+from ..quantization import FORMATS, SCALE_DTYPES, Format, Quantized, quantize_part, refuse_elements, require_finite
 
 PANEL_ROWS = 16
 COLUMN_MULTIPLE = 32
-_DTYPES = {"float32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "float16": torch.float16}
 _E8M0_ONE = 127
 _OFFSET = 0x80  # converts an int8 to the integer plus 128
 FORMAT_NUMBERS: dict[str, int] = {name: number for number, name in enumerate(FORMATS, 1)}
@@ -90,11 +88,12 @@ class QuantizedWeight:
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         if isinstance(source, Tensor):
-            return self._pack(self._quantize(source.to("cpu", self.dtype)))
+            own = self._first, self._whole_rows
+            return self._pack(quantize_part(source.to("cpu", self.dtype), self.format, self.unit, *own))
         if source.format != self.format:
             raise ValueError(f"weight must be in the format {self.format.name} (got {source.format.name})")
         if isinstance(source, Quantized):
-            _require_finite(source)
+            require_finite(source)
             return self._pack(source)
         # torch is not used here, since torch's threads would compete with ops that run in other threads.
         ctypes.memmove(self.pointer, source.pointer, self.nbytes)
@@ -132,27 +131,11 @@ class QuantizedWeight:
         of_groups = body.unflatten(1, (groups, -1))
         codes = _codes_of_rows(of_groups[..., shared:].flatten(1), format)[:rows, :columns].contiguous()
         used = -(-columns // group)
-        size = _DTYPES[format.scale].itemsize * PANEL_ROWS
-        scales = _rows_first(of_groups[..., :size].contiguous().view(_DTYPES[format.scale]))[:rows, :used]
+        size = format.scale_bytes * PANEL_ROWS
+        scales = _rows_first(of_groups[..., :size].contiguous().view(SCALE_DTYPES[format.scale]))[:rows, :used]
         zeros = _rows_first(of_groups[..., size:shared])[:rows, :used] if shared > size else None
         row_scales = panels[:, :header].contiguous().view(torch.float32).flatten()[:rows] if header else None
         return Quantized(format, codes, scales, zeros, row_scales)
-
-    def _quantize(self, matrix: Tensor) -> Quantized:
-        """Quantize the rows of this weight. The blocks of rows are those of the whole matrix."""
-        count, unit = len(matrix), min(self.unit or self._whole_rows, self._whole_rows)
-        if not _shares_rows(self.format) or not count:
-            return quantize(matrix, self.format)
-        start, end = self._first % unit, (self._first + count) % unit
-        if start % ROWS or end % ROWS:
-            raise ValueError(
-                f"a slice of rows that is quantized to {self.format.name} must begin and end at multiples of {ROWS} "
-                f"rows of a matrix with {unit} rows (got [{start}, {start + count}))"
-            )
-        if start == end == 0:
-            return quantize(matrix, self.format, unit)
-        cuts = [0, *range(unit - start, count, unit), count]
-        return join([quantize(matrix[a:b], self.format) for a, b in pairwise(cuts)], 0)
 
     def _pack(self, source: Quantized) -> None:
         (rows, columns), format = self.shape, self.format
@@ -187,11 +170,6 @@ def check_rows(rows: int, dim: int, start: int, length: int) -> None:
         raise ValueError(f"a slice of weight rows must lie in [0, {rows}) (got [{start}, {end}))")
 
 
-def _shares_rows(format: Format) -> bool:
-    """Return whether several rows share a scale."""
-    return format.rows > 1 or format.scale == "e4m3"
-
-
 def _groups(format: Format, columns: int) -> tuple[int, int, int]:
     """Return the columns of a group, the number of groups in a panel, and the columns of all these groups."""
     padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
@@ -203,7 +181,7 @@ def _groups(format: Format, columns: int) -> tuple[int, int, int]:
 def _sizes(format: Format, columns: int) -> tuple[int, int, int]:
     """Return the bytes of a panel's header, the bytes before the codes of each group, and the bytes of a panel."""
     header = 4 * PANEL_ROWS if format.scale == "e4m3" else 0
-    shared = (_DTYPES[format.scale].itemsize + (format.element == "int4")) * PANEL_ROWS
+    shared = (format.scale_bytes + (format.element == "int4")) * PANEL_ROWS
     padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     codes = padded * PANEL_ROWS * format.bits // 8
     return header, shared, header + _groups(format, columns)[1] * shared + codes
@@ -245,14 +223,3 @@ def _panels_first(of_rows: Tensor, groups: int, below: int, fill: int) -> Tensor
 def _rows_first(of_panels: Tensor) -> Tensor:
     """Return numbers [panels, groups, 16] as [R, G]."""
     return of_panels.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _require_finite(source: Quantized) -> None:
-    """Raise ValueError if a code or a scale stands for NaN or an infinite number."""
-    bad = int((~source.float_scales().isfinite()).sum())
-    if source.format.element == "e4m3":
-        bad += int(((source.codes & 0x7F) == 0x7F).sum())
-    if bad:
-        raise ValueError(
-            f"{bad} codes or scales in {source.format.name} are NaN or infinite, which a weight cannot hold"
-        )

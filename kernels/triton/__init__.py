@@ -7,9 +7,10 @@ no bit of a result is expected to depend on M. Attention uses one tile shape for
 delta net also uses one tile shape, and processes tokens one by one. The GPU, not the host, lists the rows of each
 expert. The products of experts follow the same rules as all other products.
 
-`launch` pins the compiler settings that change bits. `products`, `experts`, `attention`, `recurrence`, `rows` and
-`head` hold the kernels. Each module with kernels has its own table of tiles. `backend` builds the ops from the kernels.
-Without a GPU, kernels run in Triton's interpreter, for tests.
+`launch` pins the compiler settings that change bits. `weights` turns tiles of quantized weights into values, with which
+the kernels compute as with plain weights. `products`, `experts`, `attention`, `recurrence`, `rows` and `head` hold the
+kernels. Each module with kernels has its own table of tiles. `backend` builds the ops from the kernels. Without a GPU,
+kernels run in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The ops of `contract.Backend` with Triton kernels, for bfloat16 and float16.
 
 Builds the ops from the kernels of this package. The module `launch` describes how kernels keep the contract. A weight
-is a plain tensor. The tensors of a call are all on one CUDA device, or all on the CPU if kernels are interpreted. No op
-reads a tensor on the host, and no shape depends on a tensor's contents. A CUDA graph can therefore capture any op. To
-capture attention, pass `AttentionBatch.lens`. To capture the ops of a delta net, pass one row for each sequence.
+is a plain tensor, or a `CodedWeight` of a format without activations. The tensors of a call are all on one CUDA device,
+or all on the CPU if kernels are interpreted. No op reads a tensor on the host, and no shape depends on a tensor's
+contents. A CUDA graph can therefore capture any op. To capture attention, pass `AttentionBatch.lens`. To capture the
+ops of a delta net, pass one row for each sequence.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from torch import Tensor
 
 from trueroll.errors import ConfigError
 
+from ..coded import CodedWeight
 from ..contract import AttentionWeights, Backend, Rotation
 from ..layer import project, run_layers, store
+from ..quantization import FORMATS as ALL_FORMATS
+from ..quantization import Format, format_of
 from ..reference import embedding as embedding
 from ..reference import merge as merge
 from ..reference import merge_into as merge_into
 from ..reference import new_layers as new_layers
-from ..reference import new_weight as new_weight
 from ..reference import rotation as rotation
-from ..specs import AttentionSpec
-from . import is_interpreted
+from ..specs import Activation, AttentionSpec
+from . import is_interpreted, products
 from .attention import paged_attention as paged_attention
 from .experts import expert_sums as expert_sums
 from .experts import experts as experts
@@ -45,12 +48,11 @@ from .head import next_tokens as next_tokens
 from .head import sample as sample
 from .head import token_statistics as token_statistics
 from .launch import Launch, compile_all, describe_fault, describe_settings, recording
+from .products import Matrix, qkv_parts
 from .products import back_sums as back_sums
-from .products import gate_up as gate_up
 from .products import head_linear as head_linear
 from .products import linear as linear
 from .products import project_back as project_back
-from .products import qkv_parts
 from .recurrence import convolve as convolve
 from .recurrence import delta_rule as delta_rule
 from .recurrence import state_space as state_space
@@ -64,7 +66,7 @@ from .rows import write_kv as write_kv
 _SELF = cast(Backend, sys.modules[__name__])
 HEAD_SECTION = SECTION
 HOLDS_VALUES = False
-FORMATS: frozenset[str] = frozenset()
+FORMATS = frozenset(name for name, format in ALL_FORMATS.items() if format.activations is None)
 CACHE_FORMATS: frozenset[str] = frozenset()
 
 
@@ -105,6 +107,21 @@ def _row_counts(most: int) -> list[int]:
     return sorted({min(rows, most) for rows in (1, *range(16, most + 16, 16))})
 
 
+def new_weight(
+    rows: int, columns: int, empty: Callable[..., Tensor], format: Format | None = None, unit: int | None = None
+) -> Matrix:
+    if format is None:
+        return empty(rows, columns)
+    assert format.name in FORMATS, f"this backend stores no matrices of this format (got {format})"
+    return CodedWeight.new(rows, columns, empty, format, unit)
+
+
+def gate_up(x: Tensor, gate: Matrix, up: Matrix, activation: Activation) -> Tensor:
+    if format_of(gate) == format_of(up):
+        return products.gate_up(x, gate, up, activation)
+    return gate_mul(linear(x, gate), linear(x, up), activation)
+
+
 def qkv(
     x: Tensor,
     spec: AttentionSpec,
@@ -116,11 +133,13 @@ def qkv(
 ) -> Tensor:
     is_partly_rotated, is_plain = spec.rotated is not None, rotation.q_scale is None and not spec.interleaved
     is_rounded = spec.cache_format is not None
-    if spec.qk_norm_over_heads or spec.output_gate or is_partly_rotated or is_rounded or not is_plain:
+    matrices = cast(tuple[Matrix, Matrix, Matrix], (weights.q, weights.k, weights.v))
+    is_mixed = len({*map(format_of, matrices)}) > 1
+    if spec.qk_norm_over_heads or spec.output_gate or is_partly_rotated or is_rounded or is_mixed or not is_plain:
         q, k, v = project(_SELF, x, spec, weights, rotation)
         store(_SELF, spec, k, v, k_cache, v_cache, slots)
         return q
-    parts = qkv_parts(x, cast(tuple[Tensor, Tensor, Tensor], (weights.q, weights.k, weights.v)))
+    parts = qkv_parts(x, matrices)
     return qkv_epilogue(parts, weights.biases, weights.qk_norms, spec.qk_norm, rotation[:2], k_cache, v_cache, slots)
 
 

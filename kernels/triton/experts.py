@@ -25,12 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import ExpertsWeights
+from ..quantization import format_of
 from ..specs import ExpertsSpec
 from .launch import aligned, device_function, exact_jit, launch
 from .products import (
     FOLD_COLUMNS,
     NARROW_TILE,
     SPLIT_UNIT,
+    Matrix,
     Tile,
     divide_up,
     fold_parts,
@@ -41,6 +43,7 @@ from .products import (
     unit,
 )
 from .rows import sum_in_pairs
+from .weights import memory_of, row_size
 
 # Tiles in ascending order of the number of tokens. The tiles leave registers for the sums of several pieces of K.
 TILES = (
@@ -175,9 +178,9 @@ def _mix(
     active = x.new_empty(experts.numel(), inner)
     made = x.new_empty(experts.numel(), hidden, dtype=torch.float32)
     constants = dict(TOP_K=spec.top_k, ACTIVATION=spec.activation)
-    gate_up = x, cast(Tensor, weights.gate_up), weights.gate_up_bias
+    gate_up = x, cast(Matrix, weights.gate_up), weights.gate_up_bias
     _multiply(_gate_up_kernel, tile, lists, *gate_up, active, sides=2, **constants)
-    down = active, cast(Tensor, weights.down), weights.down_bias
+    down = active, cast(Matrix, weights.down), weights.down_bias
     _multiply(_down_kernel, tile, lists, *down, gates, made, sides=1)
     others, grid = x if shared is None else aligned(shared), (rows, divide_up(hidden, FOLD_COLUMNS))
     options = dict(SHARED=shared is not None, TOP_K=spec.top_k, COLUMNS=FOLD_COLUMNS)
@@ -220,7 +223,7 @@ def _multiply(
     tile: Tile,
     lists: _Lists,
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     bias: Tensor | None,
     *others: Tensor,
     sides: int,
@@ -228,7 +231,7 @@ def _multiply(
 ) -> None:
     """Launch a kernel that multiplies x [rows, K] by a weight that holds `sides` matrices of each expert."""
     count, columns = len(lists.counts) - 1, x.shape[1]
-    rows = len(weight) // (count * sides)
+    rows = weight.shape[0] // (count * sides)
     pieces, width_unit = k_splits(rows, columns), unit(rows)
     numbers = (
         rows // width_unit,
@@ -236,8 +239,8 @@ def _multiply(
         divide_up(columns, pieces * SPLIT_UNIT) * SPLIT_UNIT // unit(columns),
     )
     constants |= dict(E=count, BIAS=bias is not None, CUT=pieces > 1, UNIT=unit(columns), WIDTH_UNIT=width_unit)
-    constants |= dict(FEATURES=tile.features, TOKENS=tile.tokens, DEPTH=tile.depth)
-    args = x, weight, x if bias is None else aligned(bias), *lists, *others, *numbers
+    constants |= dict(FORMAT=format_of(weight), FEATURES=tile.features, TOKENS=tile.tokens, DEPTH=tile.depth)
+    args = x, memory_of(weight), x if bias is None else aligned(bias), *lists, *others, *numbers
     grid = divide_up(rows * sides, tile.features), len(lists.tiles)
     launch(kernel, grid, *args, warps=tile.warps, stages=tile.stages, **constants)
 
@@ -449,6 +452,7 @@ def _gate_up_kernel(
     ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr,
     CUT: tl.constexpr,
+    FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -471,7 +475,7 @@ def _gate_up_kernel(
     feature = tl.minimum(first + row % half, features - 1)
     w_row = (2 * expert + row // half) * features + feature
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * columns
-    total = _product(w_ptr, w_row, x_row, bias_ptr, columns, piece, BIAS, CUT, UNIT, DEPTH)
+    total = _product(w_ptr, w_row, x_row, bias_ptr, columns, piece, BIAS, CUT, FORMAT, UNIT, DEPTH)
     active = gate_mul_halves(total, out_ptr, ACTIVATION).to(out_ptr.dtype.element_ty)
     feature = first + tl.arange(0, half)
     at = place.to(tl.int64)[None, :] * features + feature[:, None]
@@ -494,6 +498,7 @@ def _down_kernel(
     E: tl.constexpr,
     BIAS: tl.constexpr,
     CUT: tl.constexpr,
+    FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -512,7 +517,7 @@ def _down_kernel(
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     w_row = expert * features + tl.minimum(feature, features - 1)
     x_row = x_ptr + stored.to(tl.int64) * columns
-    total = _product(w_ptr, w_row, x_row, bias_ptr, columns, piece, BIAS, CUT, UNIT, DEPTH)
+    total = _product(w_ptr, w_row, x_row, bias_ptr, columns, piece, BIAS, CUT, FORMAT, UNIT, DEPTH)
     made = total * tl.load(gates_ptr + pair)[None, :]
     at = pair.to(tl.int64)[None, :] * features + feature[:, None]
     tl.store(out_ptr + at, made, mask=(feature < features)[:, None] & (place < end)[None, :])
@@ -535,14 +540,15 @@ def _product(
     piece,
     BIAS: tl.constexpr,
     CUT: tl.constexpr,
+    FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Multiply weight rows by the rows at `x_row`, add the biases of the weight rows, and return the sums: float32
     [rows, tokens].
     """
-    w = w_ptr + w_row.to(tl.int64) * columns
-    total = sums_of_pieces(w, (x_row, x_row), columns, piece * UNIT, CUT, 0, UNIT, DEPTH)[0]
+    w = w_ptr + w_row.to(tl.int64) * row_size(columns, FORMAT)
+    total = sums_of_pieces(w, (x_row, x_row), columns, piece * UNIT, CUT, FORMAT, 0, UNIT, DEPTH)[0]
     if BIAS:
         total += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
     return total

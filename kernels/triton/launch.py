@@ -45,6 +45,7 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "u1",
+    torch.uint8: "u8",
 }
 _NUMBERS = {"i32": 16, "fp32": 1.0}  # placeholders for arguments of these types
 

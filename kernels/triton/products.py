@@ -17,8 +17,9 @@ missing parts are +0.0.
 This module owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias,
 residual, activation. It does not own norms, or the epilogue of the products with the weights of q, k and v. Activations
 are copied if `launch` cannot use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A
-weight may be a shard, which holds some rows of a whole weight (`contract.mark_rows`). Each element of a product has the
-same bits with the shard as with the whole weight.
+weight may be quantized: `weights` turns its codes into values, which then take the place of a plain weight. A weight
+may be a shard, which holds some rows of a whole weight (`contract.mark_rows`). Each element of a product has the same
+bits with the shard as with the whole weight.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
@@ -29,7 +30,7 @@ with at least 8192 rows have enough tiles to occupy all SMs. Weights with fewer 
 to four pieces, which gives programs to more SMs. No piece of a cut weight has fewer than 768 columns, so a program
 still reads at least 96 KB. Each piece has its own program if this saves more time than it takes to store and fold the
 parts. A program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are
-as large as registers allow.
+as large as registers allow. The model counts quantized weights as if they were plain.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..coded import CodedWeight
 from ..contract import CLAMP, CLAMPED_SLOPE, full_rows_of
+from ..quantization import Format, format_of
 from ..reference import GELU_CUBIC, GELU_SLOPE, ROOT_HALF
 from ..specs import WHOLE, Activation, Pieces, pieces_of
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
 from .machine import H100
+from .weights import load_columns, load_weight, memory_of, row_size
 
 
 class Tile(NamedTuple):
@@ -85,6 +89,7 @@ TILES = (
 )
 # Smaller tiles, for programs that need registers to sum several pieces or to store results one by one.
 CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 4))
+CODED_CUT_TILES = CUT_TILES[0], CUT_TILES[2]
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # if K is not a multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # the parts of more tokens would take hundreds of MB
 HEAD_FEATURES, HEAD_DEPTH = 64, 64  # of a program that multiplies one head
@@ -104,19 +109,33 @@ Way: TypeAlias = tuple[Tile, bool]
 """A tile, and whether each piece has its own program."""
 
 
+Matrix: TypeAlias = Tensor | CodedWeight
+"""A plain or a quantized weight."""
+
+
 class Factor(NamedTuple):
-    """The weights that one kernel multiplies side by side. All weights have the same number of columns. `pieces`: for
-    each weight, the pieces that its columns are cut into. `is_tree`: whether the sums of the pieces are added as a
-    balanced binary tree.
+    """The weights that one kernel multiplies side by side. All weights have the same number of columns, and the same
+    format or none. `pieces`: for each weight, the pieces that its columns are cut into. `is_tree`: whether the sums of
+    the pieces are added as a balanced binary tree.
     """
 
-    weights: tuple[Tensor, ...]
+    weights: tuple[Matrix, ...]
     pieces: tuple[Pieces, ...]
     is_tree: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
-        return tuple(len(weight) for weight in self.weights)
+        return tuple(weight.shape[0] for weight in self.weights)
+
+    @property
+    def format(self) -> Format | None:
+        """The format of the weights; None if they are plain."""
+        return format_of(self.weights[0])
+
+    @property
+    def memories(self) -> tuple[Tensor, ...]:
+        """The arguments of the kernel for the weights."""
+        return tuple(map(memory_of, self.weights))
 
     @property
     def columns(self) -> int:
@@ -148,7 +167,7 @@ def k_splits(rows: int, columns: int) -> int:
     return 1 if rows >= 8192 else min(4, max(1, columns // 768))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """Multiply x [M, K] by weight [N, K] transposed, add bias [N] in float32, and round once. Return [M, N] in x's
     dtype.
 
@@ -176,7 +195,7 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def project_back(
     x: Tensor,
-    weight: Tensor,
+    weight: Matrix,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     pieces: Pieces = WHOLE,
@@ -190,7 +209,7 @@ def project_back(
     return _linear(x, factor, bias, residual, x.dtype)
 
 
-def back_sums(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+def back_sums(x: Tensor, weight: Matrix, pieces: Pieces) -> Tensor:
     """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single piece is
     summed by one chain of matrix instructions.
     """
@@ -199,12 +218,12 @@ def back_sums(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
     return _linear(x, Factor((weight,), (pieces,), is_tree=True), None, None, torch.float32)
 
 
-def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def gate_up(x: Tensor, gate: Matrix, up: Matrix, activation: Activation) -> Tensor:
     """Return gate_mul(linear(x, gate), linear(x, up), activation), to the bit. `gate` and `up` are [I, H]; the result
     is [M, I].
     """
     x, factor = aligned(x), factor_of(gate, up)
-    out = x.new_empty(len(x), len(gate))
+    out = x.new_empty(len(x), gate.shape[0])
     tile, apart = way_of(len(x), factor)
     if apart:
         _launch_fold(_fold_gate_up_kernel, _parts(x, factor, tile, apart), out, ACTIVATION=activation)
@@ -218,7 +237,7 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
     return _linear(hidden, factor_of(weight), None, None, torch.float32)
 
 
-def qkv_parts(hidden: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def qkv_parts(hidden: Tensor, weights: tuple[Matrix, Matrix, Matrix]) -> Tensor:
     """Multiply hidden [M, H] by weights [Nq, H], [Nk, H] and [Nv, H], and return the products side by side, in parts.
 
     The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. Summing the parts,
@@ -243,7 +262,7 @@ def _linear(x: Tensor, factor: Factor, bias: Tensor | None, residual: Tensor | N
     return out
 
 
-def factor_of(*weights: Tensor) -> Factor:
+def factor_of(*weights: Matrix) -> Factor:
     """Return the `Factor` of weights that are multiplied side by side. The weights have the same number of columns."""
     columns = weights[0].shape[1]
     return Factor(
@@ -253,23 +272,25 @@ def factor_of(*weights: Tensor) -> Factor:
 
 def way_of(tokens: int, factor: Factor) -> Way:
     """For a product with this many tokens, return the way that is fastest according to the cost model."""
-    return _fastest(tokens, factor.columns, factor.rows, factor.most_pieces)
+    return _fastest(tokens, factor.columns, factor.rows, factor.most_pieces, factor.format is not None)
 
 
 @lru_cache(maxsize=4096)
-def _fastest(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> Way:
-    ways = ways_of(tokens, columns, rows, pieces)
+def _fastest(tokens: int, columns: int, rows: tuple[int, ...], pieces: int, coded: bool) -> Way:
+    ways = ways_of(tokens, columns, rows, pieces, coded)
     return min(ways, key=lambda way: _cost(way[0], tokens, columns, rows, pieces if way[1] else 1))
 
 
-def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> list[Way]:
+def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int, coded: bool = False) -> list[Way]:
     """Return all ways to multiply weights of these shapes side by side; all ways give the same bits. `pieces`: the
-    largest number of pieces of any weight.
+    largest number of pieces of any weight. `coded`: whether the weights are quantized.
     """
-    tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
-    whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
+    tiles, cut = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES, CUT_TILES
+    if coded:  # values take the registers of a second accumulator, and of some sums of a tree
+        tiles, cut = tuple(tile for tile in tiles if not tile.more), CODED_CUT_TILES
+    whole, apart = (cut, tiles) if pieces > 1 else (tiles, ())
     if pieces > 4:
-        whole = CUT_TILES[:1]  # each level of the tree needs an accumulator, so larger tiles would spill
+        whole = cut[:1]  # each level of the tree needs an accumulator, so larger tiles would spill
     if columns % 8:
         whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
     if tokens > APART_TOKENS:
@@ -319,7 +340,7 @@ def divide_up(number: int, divisor: int) -> int:
 def _constants(tile: Tile, factor: Factor) -> dict[str, Any]:
     """Return the compile-time constants of the kernels for matrix products."""
     sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
-    return dict(UNIT=factor.unit, **sizes, warps=tile.warps, stages=tile.stages)
+    return dict(FORMAT=factor.format, UNIT=factor.unit, **sizes, warps=tile.warps, stages=tile.stages)
 
 
 def unit(size: int) -> int:
@@ -335,7 +356,7 @@ def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: Factor, *others: T
     width_unit = unit(features)
     numbers = (tokens, features // width_unit, columns // factor.unit, factor.piece_lengths[0])
     constants |= _constants(tile, factor) | dict(CUT=factor.most_pieces > 1, WIDTH_UNIT=width_unit)
-    launch(kernel, _grid(tile, tokens, [sum(factor.rows)]), x, *factor.weights, *others, *numbers, **constants)
+    launch(kernel, _grid(tile, tokens, [sum(factor.rows)]), x, *factor.memories, *others, *numbers, **constants)
 
 
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
@@ -353,7 +374,7 @@ def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
     tokens, columns, rows = len(x), factor.columns, factor.rows
     out = x.new_empty(factor.most_pieces if apart else 1, tokens, sum(rows), dtype=torch.float32)
     absent = [0] * (3 - len(rows))  # weights without rows, which no program reads
-    tensors = (x, *factor.weights, *[factor.weights[0] for _ in absent], out)
+    tensors = (x, *factor.memories, *[factor.memories[0] for _ in absent], out)
     width_unit = unit(math.gcd(*rows))
     sizes = [n // width_unit for n in rows]
     numbers = (tokens, columns // factor.unit, *sizes, *absent, *factor.piece_lengths, *absent)
@@ -372,13 +393,13 @@ def _tile_of_program():
 
 
 @device_function
-def _row(base_ptr, row, rows, columns):
-    """Return the addresses of rows of a matrix [rows, columns]. Rows past the end wrap around to the first rows, and
-    the results of these rows are not stored.
+def _row(base_ptr, row, rows, size):
+    """Return the addresses of rows of a matrix with `rows` rows. `size`: the distance between rows. Rows past the end
+    wrap around to the first rows, and the results of these rows are not stored.
 
     Clamping instead of wrapping would make every program read the same line of memory again and again.
     """
-    return base_ptr + (row % rows).to(tl.int64) * columns
+    return base_ptr + (row % rows).to(tl.int64) * size
 
 
 @device_function
@@ -398,7 +419,17 @@ def _places(tile, TOKENS: tl.constexpr, MORE: tl.constexpr):
 
 
 @device_function
-def _sums(w_row, x_rows, start, stop, MORE: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
+def _sums(
+    w_row,
+    x_rows,
+    start,
+    stop,
+    columns,
+    FORMAT: tl.constexpr,
+    MORE: tl.constexpr,
+    UNIT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Multiply weight rows by the tokens of both accumulators over columns [start, stop). Return the sums of each
     accumulator: float32 [rows, tokens].
 
@@ -409,11 +440,11 @@ def _sums(w_row, x_rows, start, stop, MORE: tl.constexpr, UNIT: tl.constexpr, DE
     x_tile, more_tile = x_rows[0][None, :] + step[:, None], x_rows[1][None, :] + step[:, None]
     total, more = _zeros(w_row, x_rows)
     for k in range(start, stop, DEPTH):
-        w = _load(w_tile + k, (step < stop - k)[None, :], UNIT, DEPTH)
-        x = _load(x_tile + k, (step < stop - k)[:, None], UNIT, DEPTH)
+        w = load_weight(w_row, w_tile, k, stop, columns, x_rows[0].dtype.element_ty, FORMAT, UNIT, DEPTH)
+        x = load_columns(x_tile + k, (step < stop - k)[:, None], UNIT, DEPTH)
         total = tl.dot(w, x, total, input_precision="ieee")
         if MORE:
-            x = _load(more_tile + k, (step < stop - k)[:, None], UNIT, DEPTH)
+            x = load_columns(more_tile + k, (step < stop - k)[:, None], UNIT, DEPTH)
             more = tl.dot(w, x, more, input_precision="ieee")
     return total, more
 
@@ -425,23 +456,13 @@ def _zeros(w_row, x_rows):
 
 
 @device_function
-def _load(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """Load a tile of `DEPTH` columns, with 0 for elements that are not `inside`. No mask is needed if `UNIT` is a
-    multiple of `DEPTH`.
-    """
-    if UNIT % DEPTH == 0:
-        return tl.load(tile_ptr)
-    else:
-        return tl.load(tile_ptr, mask=inside, other=0.0)
-
-
-@device_function
 def sums_of_pieces(
     w_row,
     x_rows,
     columns,
     piece,
     CUT: tl.constexpr,
+    FORMAT: tl.constexpr,
     MORE: tl.constexpr,
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -451,12 +472,12 @@ def sums_of_pieces(
     if CUT:
         for start in range(0, columns, piece):
             stop = tl.minimum(start + piece, columns)
-            sums = _sums(w_row, x_rows, start, stop, MORE, UNIT, DEPTH)
+            sums = _sums(w_row, x_rows, start, stop, columns, FORMAT, MORE, UNIT, DEPTH)
             total += sums[0]
             if MORE:
                 more += sums[1]
     else:
-        sums = _sums(w_row, x_rows, 0, columns, MORE, UNIT, DEPTH)
+        sums = _sums(w_row, x_rows, 0, columns, columns, FORMAT, MORE, UNIT, DEPTH)
         total, more = sums[0] + 0.0, sums[1] + 0.0
     return total, more
 
@@ -469,6 +490,7 @@ def _tree_of_pieces(
     columns,
     piece,
     PIECES: tl.constexpr,
+    FORMAT: tl.constexpr,
     MORE: tl.constexpr,
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -478,11 +500,11 @@ def _tree_of_pieces(
     """
     if PIECES == 1:
         start, stop = tl.minimum(first * piece, columns), tl.minimum((first + 1) * piece, columns)
-        total, more = _sums(w_row, x_rows, start, stop, MORE, UNIT, DEPTH)
+        total, more = _sums(w_row, x_rows, start, stop, columns, FORMAT, MORE, UNIT, DEPTH)
     else:
         total, more = _zeros(w_row, x_rows)
         for half in range(0, PIECES, PIECES // 2):
-            sums = _tree_of_pieces(w_row, x_rows, first + half, columns, piece, PIECES // 2, MORE, UNIT, DEPTH)
+            sums = _tree_of_pieces(w_row, x_rows, first + half, columns, piece, PIECES // 2, FORMAT, MORE, UNIT, DEPTH)
             total += sums[0]
             if MORE:
                 more += sums[1]
@@ -641,6 +663,7 @@ def _linear_kernel(
     RESIDUAL: tl.constexpr,
     TREE: tl.constexpr,
     CUT: tl.constexpr,
+    FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -655,11 +678,12 @@ def _linear_kernel(
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
-    w_row, x_rows = _row(w_ptr, feature, features, columns), _token_rows(x_ptr, places, tokens, columns)
+    w_row = _row(w_ptr, feature, features, row_size(columns, FORMAT))
+    x_rows = _token_rows(x_ptr, places, tokens, columns)
     if TREE > 1:
-        sums = _tree_of_pieces(w_row, x_rows, 0, columns, piece, TREE, MORE, UNIT, DEPTH)
+        sums = _tree_of_pieces(w_row, x_rows, 0, columns, piece, TREE, FORMAT, MORE, UNIT, DEPTH)
     else:
-        sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+        sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, FORMAT, MORE, UNIT, DEPTH)
     _finish_tile(sums[0], bias_ptr, residual_ptr, out_ptr, feature, places[0], features, tokens, BIAS, RESIDUAL)
     if MORE:
         _finish_tile(sums[1], bias_ptr, residual_ptr, out_ptr, feature, places[1], features, tokens, BIAS, RESIDUAL)
@@ -677,6 +701,7 @@ def _gate_up_kernel(
     piece,
     ACTIVATION: tl.constexpr,
     CUT: tl.constexpr,
+    FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -692,9 +717,9 @@ def _gate_up_kernel(
     row = tl.arange(0, FEATURES)
     # Triton 3.9 does not infer that a choice of two aligned pointers is aligned.
     base_ptr = tl.multiple_of(tl.where(row < half, gate_ptr, up_ptr), _ALIGNMENT)
-    w_row = _row(base_ptr, tile[1] * half + row % half, features, columns)
+    w_row = _row(base_ptr, tile[1] * half + row % half, features, row_size(columns, FORMAT))
     x_rows = _token_rows(x_ptr, places, tokens, columns)
-    sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+    sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, FORMAT, MORE, UNIT, DEPTH)
     feature = tile[1] * half + tl.arange(0, half)
     product = gate_mul_halves(sums[0], out_ptr, ACTIVATION)
     _finish_tile(product, x_ptr, x_ptr, out_ptr, feature, places[0], features, tokens, False, False)
@@ -720,6 +745,7 @@ def _parts_kernel(
     c_piece,
     APART: tl.constexpr,
     CUT: tl.constexpr,
+    FORMAT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -744,13 +770,14 @@ def _parts_kernel(
         w_ptr, rows, piece, first = b_ptr, b_rows, b_piece, a_rows
         tile -= a_tiles
     feature = tile * FEATURES + tl.arange(0, FEATURES)
-    w_row, x_rows = _row(w_ptr, feature, rows, columns), _token_rows(x_ptr, places, tokens, columns)
+    w_row = _row(w_ptr, feature, rows, row_size(columns, FORMAT))
+    x_rows = _token_rows(x_ptr, places, tokens, columns)
     if APART:
         start = tl.program_id(2) * piece * UNIT
         stop = tl.minimum(start + piece * UNIT, columns)
-        sums = _sums(w_row, x_rows, start, stop, MORE, UNIT, DEPTH)
+        sums = _sums(w_row, x_rows, start, stop, columns, FORMAT, MORE, UNIT, DEPTH)
     else:
-        sums = sums_of_pieces(w_row, x_rows, columns, piece * UNIT, CUT, MORE, UNIT, DEPTH)
+        sums = sums_of_pieces(w_row, x_rows, columns, piece * UNIT, CUT, FORMAT, MORE, UNIT, DEPTH)
     width = a_rows + b_rows + c_rows
     inside = feature < rows
     _store_part(sums[0], parts_ptr + first, feature, places[0], width, tokens, inside)

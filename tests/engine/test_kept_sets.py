@@ -127,7 +127,7 @@ def rescored(name: str, sample: SampleOutput, **more: Any) -> ScoreRequest:
     """A score of a sample under the distribution from which it was drawn, with the sample's records."""
     params = ask(name).params.model_copy(update=dict(logprobs="processed"))
     whole = np.concatenate((PROMPT, np.array(sample.token_ids, np.int32)))
-    asked = dict(top_logprobs=params.top_logprobs, start=len(PROMPT), return_sampling_mask=True) | more
+    asked: dict[str, Any] = dict(top_logprobs=params.top_logprobs, start=len(PROMPT), return_sampling_mask=True) | more
     return ScoreRequest(f"{name} {sample.index}", whole, params.recorded, **asked)
 
 

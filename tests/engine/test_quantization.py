@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from matrix import thinned
 
 from tiny import make_tiny_model
@@ -17,9 +18,10 @@ from trueroll.engine.config import EngineConfig, KvCacheDtype, Quantization
 from trueroll.kernels.cache_formats import AUTO, CACHE_FORMATS
 from trueroll.kernels.precision import SETTINGS, keeps_values
 from trueroll.kernels.quantization import FORMATS
-from trueroll.kernels.training import align, aligned_with
+from trueroll.kernels.training import align, aligned_with, token_log_probs
 
-from .drive import make_engine
+from .checkpoints import another_version, read_tensors, stage
+from .drive import make_engine, score, tokens
 from .test_host_tier import CASES, converse
 from .test_trainer_log_probs import count_differences, packed, padded, roll_out, trainer_model
 
@@ -66,6 +68,33 @@ def test_no_bit_depends_on_chunks_hits_or_company(family: str, setting: str, bac
     tiered = make_engine(model, **settings, num_blocks=24, max_num_batched_tokens=32, host_cache_bytes=2**24)
     assert converse(tiered) == expected and tiered.stats().host_restored > 0
     assert converse(tiered, together=True) == expected and tiered.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(("family", "setting"), [("llama", "fp8"), ("qwen3_moe", "mxfp4"), ("deepseek_v3", "awq")])
+@thinned(lambda family, setting: family == "llama")
+def test_a_trainer_computes_the_bits_of_triton_kernels_with_codes(family: str, setting: str, tmp_path: Path) -> None:
+    """The worker multiplies with codes, and the trainer with plain matrices of the values, also after a sleep and a
+    push.
+    """
+    sizes: dict[str, Any] = dict(num_hidden_layers=1, vocab_size=64)
+    if family == "deepseek_v3":
+        sizes |= dict(first_k_dense_replace=1, num_attention_heads=2, num_key_value_heads=2)
+    folder = make_tiny_model(family, tmp_path / "model", dtype="bfloat16", **sizes)
+    pushed, ids = another_version(folder, tmp_path / "pushed"), tokens(5, vocab_size=64)
+    settings: dict[str, Any] = dict(backend="triton", num_blocks=16, block_size=2)
+    engine = make_engine(folder, quantization=setting, **settings)
+    assert engine.weights.num_bytes < make_engine(folder, **settings).weights.num_bytes, "premise: it holds codes"
+
+    def trained(path: Path, quantization: str) -> bytes:
+        model = trainer_model(path, "bfloat16")
+        align(model, "triton", quantization=quantization)
+        return token_log_probs(model, torch.from_numpy(ids)[None])[0, 1:].detach().numpy().tobytes()
+
+    assert score(engine, ids).tobytes() == trained(folder, setting) != trained(folder, "none")
+    engine.commit_weights(stage(engine, read_tensors(pushed), step=4096), 1, "recompute")
+    engine.sleep(1, ["weights"], "abort")
+    engine.wake_up(["weights"])
+    assert score(engine, ids).tobytes() == trained(pushed, setting) != trained(folder, setting)
 
 
 def test_the_engine_knows_all_formats() -> None:

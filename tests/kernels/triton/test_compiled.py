@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from matrix import thinned
 
-from trueroll.kernels.triton import experts, products
+from trueroll.kernels.triton import backend, experts, products
 
 ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -165,18 +165,39 @@ def without_columns(instruction: str) -> str:
     return re.sub(r"n\d+(?=k)", "", instruction)
 
 
+def is_coded(compiled: Compiled) -> bool:
+    return compiled["constants"].get("FORMAT") is not None
+
+
+def test_formats_are_compiled(compiled: list[Compiled], request: pytest.FixtureRequest) -> None:
+    """On sm_90, the values of codes are the factor that comes from registers, and nothing else changes."""
+    found = [c for c in compiled if is_coded(c) and c["capability"] == TUNED_FOR]
+    few = request.node.callspec.params["compiled"] == "--few"
+    assert {c["constants"]["FORMAT"] for c in found} == ({"fp8", "nvfp4"} if few else backend.FORMATS)
+    assert {without_columns(each) for c in found for each in c["instructions"]} == {"wgmma m64k16 kWidth=2"}
+
+
 @of_all
 @pytest.mark.parametrize(
-    ("module", "on_90"),
-    [("products", "wgmma m64k16"), ("experts", "wgmma m64k16"), ("attention", "wgmma m64k16 kWidth=2")],
+    ("module", "coded", "on_90"),
+    [
+        ("products", False, "wgmma m64k16"),
+        ("products", True, "wgmma m64k16 kWidth=2"),
+        ("experts", False, "wgmma m64k16"),
+        ("experts", True, "wgmma m64k16 kWidth=2"),
+        ("attention", False, "wgmma m64k16 kWidth=2"),
+    ],
 )
-def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compiled: list[Compiled]) -> None:
+def test_products_keep_to_one_matrix_instruction(
+    module: str, coded: bool, on_90: str, compiled: list[Compiled]
+) -> None:
     """On sm_90, the number of columns of an instruction depends on the number of tokens, keys or elements of a head,
-    and may vary. On sm_90, attention keeps one factor in registers.
+    and may vary. On sm_90, attention and products with codes keep one factor in registers.
     """
     found = defaultdict(set)
     for c in compiled_of(module, compiled):
-        found[c["capability"]].update(c["instructions"])
+        if is_coded(c) == coded:
+            found[c["capability"]].update(c["instructions"])
     assert {without_columns(instruction) for instruction in found[90]} == {on_90}
     assert len(found[90]) > 1, "premise: the number of columns varies"
     assert found[80] == {"mma m16n8k16 kWidth=2"}

@@ -71,5 +71,7 @@ def test_only_samples_and_scores_share_memory() -> None:
 def test_an_extension_in_a_reply_is_refused() -> None:
     message = msgpack.unpackb(protocol.encode(protocol.sample_message("a", sample(500))))
     for frame in (message | {"error": msgpack.ExtType(1, b"\0")}, message | {"targets": msgpack.ExtType(1, b"\0")}):
+        packed = msgpack.packb(frame)
+        assert packed is not None
         with pytest.raises(ProtocolError, match="cannot decode"):
-            protocol.from_worker(msgpack.packb(frame))
+            protocol.from_worker(packed)
