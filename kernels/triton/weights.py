@@ -9,6 +9,8 @@ Numbers of 4 and 8 bits become float16 numbers by shifts: a float16 number has t
 distance of the exponents is a power of two that multiplies the number without rounding.
 """
 
+# A constexpr has the fields of its value.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton.language as tl
@@ -116,8 +118,7 @@ def _with_columns_in_order(values):
     the loads. On later targets, the order is fixed.
     """
     if is_cuda() and not cuda_capability_geq(9):
-        move: tl.constexpr = "mov.b32 $0, $1;"
-        return tl.inline_asm_elementwise(move, "=r,r", [values], values.dtype, is_pure=False, pack=2)
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=2)
     else:
         return values
 

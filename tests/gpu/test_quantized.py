@@ -35,7 +35,8 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], i
 def pair(ops: Backend, matrix: Tensor, format: Format, unit: int | None = None) -> tuple[Any, Tensor]:
     """Return a matrix of codes, and the plain matrix of its values. Both are quantized on the GPU."""
     empty = partial(torch.empty, dtype=matrix.dtype, device=DEVICE)
-    coded = ops.new_weight(*matrix.shape, empty, format, unit)
+    rows, columns = matrix.shape
+    coded = ops.new_weight(rows, columns, empty, format, unit)
     coded.copy_(matrix)
     values = quantize(matrix, format, unit).values().to(matrix.dtype)
     assert not same(values, matrix), "premise: quantization changes the matrix"

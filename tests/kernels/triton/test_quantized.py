@@ -104,14 +104,14 @@ def test_queries_keys_and_values(format: Format) -> None:
     x, slots = randn(5, columns, dtype=torch.bfloat16), torch.arange(5)
     rotation = make_rotations(cast(Any, backend), decoder_spec(spec), slots)[0]
 
-    def compute(*matrices: Any) -> tuple[Tensor, ...]:
-        caches = torch.zeros(2, 8, 2, 2, 16, dtype=torch.bfloat16)
-        weights = AttentionWeights(*matrices, None, None, cast(Any, None))
-        return backend.qkv(x, cast(Any, spec.mixer), weights, rotation, *caches, slots), *caches
+    def compute(q: Any, k: Any, v: Any) -> tuple[Tensor, ...]:
+        k_cache, v_cache = torch.zeros(2, 8, 2, 2, 16, dtype=torch.bfloat16)
+        weights = AttentionWeights(q, k, v, None, None, cast(Any, None))
+        return backend.qkv(x, cast(Any, spec.mixer), weights, rotation, k_cache, v_cache, slots), k_cache, v_cache
 
     expected = compute(*(values for _, values in pairs))
     assert all(map(same_bits, compute(*(coded for coded, _ in pairs)), expected))
-    assert all(map(same_bits, compute(*(coded for coded, _ in pairs[:2]), pairs[2][1]), expected))
+    assert all(map(same_bits, compute(pairs[0][0], pairs[1][0], pairs[2][1]), expected))
     joined, _ = pair(torch.cat([randn(n, columns, dtype=torch.bfloat16, seed=n) for n in rows.values()]), format)
     if format.rows == 1 and format.scale != "e4m3":
         parts = [mark_rows(joined.narrow(0, start, n), n) for start, n in ((0, 64), (64, 32), (96, 32))]
@@ -162,7 +162,7 @@ def _values_kernel(
 def values_of(weight: CodedWeight, depth: int) -> Tensor:
     """Return the values with which the kernels compute."""
     (rows, columns), out = weight.shape, torch.empty(weight.shape, dtype=weight.dtype)
-    sizes = dict(FORMAT=weight.format, UNIT=unit(columns), ROWS=256, DEPTH=depth)
+    sizes: dict[str, Any] = dict(FORMAT=weight.format, UNIT=unit(columns), ROWS=256, DEPTH=depth)
     launch(_values_kernel, (-(-rows // 256),), weight.data, out, rows, columns // unit(columns), warps=4, **sizes)
     return out
 
