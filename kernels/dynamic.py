@@ -9,11 +9,11 @@ largest number of the kind `Format.activations` (`LARGEST`: 127 for `int8`, 448 
   -L to L, and a row of zeros has zeros.
 - If an element is NaN or infinite, the scale is NaN, and all results of the row are NaN. Other rows are not affected.
 
-Then the sum over K of the products of the row's numbers and the matrix's numbers is a float32 number:
+The products of the row's numbers and the matrix's numbers are summed over K, to a float32 number:
 
 - `int8`: the exact sum of integers, rounded once. No order of additions exists.
-- `e4m3`: the bits that the same backend gives for plain matrices: a `back_sums` of the row's numbers and the matrix's
-  numbers, all in the dtype of x, which represents them exactly.
+- `e4m3`: the `back_sums` that the same backend computes for plain matrices of these numbers. The dtype of x represents
+  all numbers exactly.
 
 The float32 result is
 

@@ -66,8 +66,8 @@ class Format:
     and one of eight magnitudes, in 4 bits. `int4`: 0 to 15, minus the zero point of the block. `scale`: the kind of the
     scales. `e8m0`: a power of two, stored as one byte. `e4m3`: a float8_e4m3fn times a float32 scale that `ROWS` rows
     share. `columns`: the columns of a block; None for all columns. `rows`: the rows of a block. `activations`: the kind
-    of the numbers to which a product quantizes its activations (`kernels.dynamic`), the kind of the codes; None for
-    plain activations.
+    of numbers to which a product also quantizes its activations (`kernels.dynamic`), always the same as `element`; None
+    for plain activations.
     """
 
     name: str
@@ -213,9 +213,9 @@ def quantize(matrix: Tensor, format: Format, unit: int | None = None) -> Quantiz
     """Quantize a matrix [R, C] of finite numbers.
 
     `unit`: the matrix consists of matrices with this many rows, one below the other, and blocks of several rows begin
-    anew in each of them. With activations of the kind `e4m3`, the codes are those of the values in the matrix's dtype,
-    so that the values alone determine a product. Raise ValueError for NaN and infinite elements, and for elements that
-    are too large for scales in float16.
+    anew in each of them. With activations of the kind `e4m3`, the values in the matrix's dtype are quantized again, and
+    the result has the codes of this second pass, so that the values alone determine the codes. Raise ValueError for NaN
+    and infinite elements, and for elements that are too large for scales in float16.
     """
     found = join([_quantize_rows(part, matrix, format) for part in _slices(matrix.detach(), unit)], 0)
     if format.activations != "e4m3" or not _may_lose_codes(found, matrix.dtype):
@@ -279,8 +279,9 @@ def refuse_elements(format: Format, index: Tensor) -> None:
 
 
 def _may_lose_codes(found: Quantized, dtype: torch.dtype) -> bool:
-    """Return whether a value of the kind `e4m3`, rounded to the dtype, may be nearest to another number than its own.
-    This needs a scale with which the numbers' least distance is near the dtype's.
+    """Return whether rounding `e4m3` values to the dtype may bring one nearer to another number.
+
+    This is possible only if the least distance of two values, scale * 2**-9, is near the smallest number of the dtype.
     """
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return bool((found.scales * 2.0**-9 < 8 * least).any())

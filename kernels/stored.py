@@ -128,11 +128,8 @@ _COMPRESSED: Sequence[tuple[_Weights, str, str]] = (
     (_Weights(("pack-quantized",), "int", 4, "group", 128), "int4_symmetric", "awq"),
     (_Weights(("pack-quantized",), "int", 4, "group", 128, False), "int4", "awq"),
 )
-_WITH_ACTIVATIONS = {
-    # the layout: the type of the activations, the setting
-    "fp8_channel": ("float", "fp8_dynamic"),
-    "int8": ("int", "int8_dynamic"),
-}
+_WITH_ACTIVATIONS = {"fp8_channel": "fp8_dynamic", "int8": "int8_dynamic"}
+"""The settings of layouts with quantized activations."""
 
 
 def _compressed(found: Mapping[str, Any]) -> Stored:
@@ -148,14 +145,14 @@ def _compressed(found: Mapping[str, Any]) -> Stored:
         several = " and ".join(sorted(layout for layout, _ in layouts))
         raise ModelError(f"config_groups in {_PLACE} must store all weights in one way (got {several}); {_ADVICE}")
     ((layout, setting),) = layouts
-    kind, with_activations = _WITH_ACTIVATIONS.get(layout, (None, setting))
-    if all(_is_per_token(group.get("input_activations"), kind) for group in groups.values()):
-        setting = with_activations
+    if layout in _WITH_ACTIVATIONS and all(map(_quantizes_tokens, groups.values())):
+        setting = _WITH_ACTIVATIONS[layout]
     return Stored(layout, setting, _activations(found), _cache(found))
 
 
-def _is_per_token(scheme: Any, kind: str | None) -> bool:
-    """Return whether activations are quantized token by token, to numbers of this kind of 8 bits."""
+def _quantizes_tokens(group: Mapping[str, Any]) -> bool:
+    """Return whether a group of layers quantizes activations token by token, to 8 bits of its weights' type."""
+    scheme, kind = group.get("input_activations"), group["weights"]["type"]
     wanted = dict(type=kind, num_bits=8, strategy="token", dynamic=True, symmetric=True)
     return isinstance(scheme, dict) and all(scheme.get(name) == value for name, value in wanted.items())
 

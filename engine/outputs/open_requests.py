@@ -260,8 +260,9 @@ class OpenScore:
 
     `order`: (order of arrival of the request, 0). `rules`: the edits of logits, or None. `place`: how far the scored
     tokens have come in a text of their grammar; None without a grammar. `columns`: as in `ScoreOutput`, filled as
-    chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory. `kept_ids`: for each
-    scored token, its part of `kept_token_ids`, which `columns` lacks; empty if not requested. `error`: a description of
+    chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory. `kept_ids`: the
+    kept ids of each scored token, which `output` joins to the column `kept_token_ids`; empty unless they are requested.
+    `error`: a description of
     the error that ends the score, or None.
     """
 

@@ -209,16 +209,17 @@ class Sampler:
     ) -> list[Tensor]:
         """Return `kept_log_mass` (float32 [M]) and the kept tokens (`packed_bits`) of scored tokens.
 
-        Any kept token has the same mass, but for rounding. The scored token gives the bits of a draw of this token. If
-        the scored token was dropped, the mass comes from the most probable token.
+        The mass is the difference of a kept token's log-probs before and after the filters. All kept tokens give the
+        same mass, but for rounding. The scored token gives the bits of a sample that drew it. If the filters dropped
+        the scored token, the most probable token is used.
         """
         kept = torch.where(logprobs.isneginf(), processed.argmax(-1), token_ids)
         log_mass = self.ops.log_probs(unfiltered, kept) - self.ops.log_probs(processed, kept)
         return [log_mass, packed_bits(processed)]
 
     def _processed_parts(self, hidden: Tensor, rows: ScoredRows) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield slices of the rows, of at most `_LOGITS_ROWS` each, their logits after edits and temperature, and their
-        logits after filters. Unless `rows` has a mask, the former have the memory of the latter.
+        """Yield slices of at most `_LOGITS_ROWS` rows, with their edited logits divided by the temperature, before and
+        after the filters. Unless `rows` has a mask, both are the same filtered tensor.
         """
         record = DrawRecord.of_scores(rows.distribution)
         temperature = _divisors(rows.distribution, hidden.device)

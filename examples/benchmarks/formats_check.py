@@ -4,8 +4,8 @@
     PYTHONPATH=FOLDER python examples/benchmarks/formats_check.py
 
 The first table has a line for each format, package and matrix. Formats with quantized activations store the codes of
-other formats; for them, the table compares the activations, with the rows of the matrix as tokens, and with
-compressed-tensors only. `random` has a million normal numbers. `boundary` has each number of the format, the middle
+other formats. For them, the table compares activations with compressed-tensors; the rows of the matrix are the tokens.
+ `random` has a million normal numbers. `boundary` has each number of the format, the middle
 between each two, and the float32 numbers next to both, times several factors. `tiny` has the same, times a factor so
 small that scales are at their lower limit. The table counts
 

@@ -11,9 +11,9 @@ an instruction set.
 With `kv_cache`, the tables show the same for decode steps over 8,192 tokens of context, for the key-value heads of some
 models and for 1 and 8 sequences. The caches of bfloat16 have 512 MiB in total. Here, `reading` uses one thread.
 
-For one thread, `limit` is how many times as fast the format could be, if it only had to read its bytes at the rate of
-`reading`, or only had to compute as fast as with a small matrix or a short context in the core's cache, whichever takes
-longer. For formats with codes, computing includes their expansion.
+For one thread, `limit` is the highest possible value of `times as fast`. It assumes that a product takes the longer of
+two times: reading the format's bytes at the rate of `reading`, and computing with a small matrix or a short context in
+the core's cache. Computing with codes includes their expansion.
 
 With --cpu-time, the times are those that the processor worked, for one thread. Other processes then count only as far
 as they use the same caches and memory.
@@ -87,8 +87,8 @@ def main(formats: list[str], clock, all_threads: tuple[int, ...]) -> None:
 
 
 def show(title: str, what: str, times: dict, sizes: dict, computing: dict) -> None:
-    """Print a table. `computing`: for each name but `reading`, the seconds of all work from a core's cache, or no
-    seconds.
+    """Print a table. `computing`: for each name but `reading`, the seconds that the same work takes with data in a
+    core's cache; empty if not measured.
     """
     table = Table(title=title)
     for column in (what, "times as fast", "GB/s", "limit"):

@@ -4,7 +4,7 @@ Each request records up to 128 tokens at each of 2,000 positions, of a sample or
 the report shows the length of the answer. For several requests of a kind, it shows the longest time for which each
 request held the event loop of the front end. The report also shows the most memory that the front end allocated, as
 `tracemalloc` counts it: during the whole request, and from the arrival of the worker's reply on. The latter includes
-the frame of the reply, which ZMQ holds until it is decoded and `tracemalloc` does not count. MODEL: a folder with a
+the frame of the reply, which ZMQ allocates and `tracemalloc` does not count. MODEL: a folder with a
 context of at least 2,100 tokens. The front end runs in this process; the worker and the client have processes of their
 own.
 """

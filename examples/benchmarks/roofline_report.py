@@ -72,7 +72,7 @@ def parts_of(phase, best: dict[str, float], recurrences) -> dict[str, Part]:
 
 
 class Unmetered:
-    """Stands for a `cpu_report.Meter` of an engine that runs all layers in one call."""
+    """A `cpu_report.Meter` that measures nothing, for an engine that runs all layers in one call."""
 
     def __init__(self) -> None:
         self.seconds, self.flops, self.bytes = Counter[str](), Counter[str](), Counter[str]()

@@ -3,10 +3,11 @@
 The value of an element of a quantized weight is the float32 product of its number and its scale, rounded to the dtype
 of the activations. So a product with a quantized weight has the bits of the product with the plain weight of its
 values: from the tile on, all kernels are the same. `FORMAT` is the `Format` of a weight, or None for a plain weight.
-Kernels read only the fields of a format: Triton's cache knows these, but not the code of its properties.
+Kernels read only the fields of a format, because the key of Triton's cache has the fields, but not the code of
+properties.
 
-Numbers of 4 and 8 bits become float16 numbers by shifts: a float16 number has the same sign and mantissa, and the
-distance of the exponents is a power of two that multiplies the number without rounding.
+Codes of float numbers become float16 numbers by shifts. Their exponents have another bias than those of float16, so the
+result is multiplied by a power of two, which rounds nothing.
 """
 
 # A constexpr has the fields of its value.
@@ -47,7 +48,7 @@ def places_in_row(columns, FORMAT: tl.constexpr):
 
 @device_function
 def row_size(columns, FORMAT: tl.constexpr):
-    """Return the distance between rows, in elements of a plain weight or in bytes."""
+    """Return the distance between rows: in elements of a plain weight, in bytes of a quantized weight."""
     if FORMAT is None:
         return columns
     else:
@@ -56,8 +57,8 @@ def row_size(columns, FORMAT: tl.constexpr):
 
 @device_function
 def load_columns(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """Load a tile of `DEPTH` columns, with 0 for elements that are not `inside`. No mask is needed if `UNIT` is a
-    multiple of `DEPTH`.
+    """Load the elements, codes or scales of `DEPTH` columns, with 0 for those that are not `inside`. No mask is needed
+    if `UNIT` is a multiple of `DEPTH`.
     """
     if UNIT % DEPTH == 0:
         return tl.load(tile_ptr)
@@ -80,17 +81,19 @@ def load_weight(
     """Load columns [k, k + DEPTH) of the rows that begin at `w_row`, as values of `DTYPE`. Columns from `stop` on are
     0.
 
-    `w_tile`: the addresses of the first `DEPTH` elements of each row, or of bytes of codes. `columns`: the columns of
-    the weight. `k` is a multiple of `UNIT` or of `DEPTH`, and `stop` is a multiple of `UNIT`.
+    `w_tile`: the addresses of the first `DEPTH` elements of each row; of a quantized weight, of the first `DEPTH`
+    bytes. `columns`: the columns of the weight. `k` is a multiple of `UNIT` or of `DEPTH`, and `stop` is a multiple of
+    `UNIT`.
     """
     if FORMAT is None:
         step = tl.arange(0, DEPTH)
         return load_columns(w_tile + k, (step < stop - k)[None, :], UNIT, DEPTH)
     else:
-        # `SPAN` columns from a multiple of `SPAN` on have the same scale, and are before `stop` or not.
+        # `SPAN` columns share a scale. If a row has several scales, `stop` never cuts a span. If a row has one scale,
+        # `stop` may cut the span, and the codes from `stop` on are 0.
         LEAST: tl.constexpr = UNIT if UNIT < DEPTH else DEPTH
-        SHARED: tl.constexpr = DEPTH if FORMAT.columns is None else FORMAT.columns
-        SPAN: tl.constexpr = SHARED if SHARED < LEAST or FORMAT.columns is None else LEAST
+        GROUP: tl.constexpr = DEPTH if FORMAT.columns is None else FORMAT.columns
+        SPAN: tl.constexpr = GROUP if FORMAT.columns is None or GROUP < LEAST else LEAST
         STEPS: tl.constexpr = DEPTH // SPAN
         row_scale, scales, _ = places_in_row(columns, FORMAT)
         if FORMAT.columns is None:
@@ -113,9 +116,9 @@ def load_weight(
 def _with_columns_in_order(values):
     """Return a tile of 16-bit values, unchanged.
 
-    For sm_80, Triton chooses the order of the columns in matrix instructions by the width of the loaded elements.
-    Because of codes of 8 bits, an instruction would then add other columns than with a plain weight. The assembly hides
-    the loads. On later targets, the order is fixed.
+    For sm_80, Triton orders the columns in a matrix instruction by the width of the loaded elements. With codes of 8
+    bits, an instruction would add other columns than with a plain weight. The assembly hides the loads from Triton. On
+    later targets, the order is fixed.
     """
     if is_cuda() and not cuda_capability_geq(9):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=2)
@@ -177,7 +180,7 @@ def _load_scales(
     DEPTH: tl.constexpr,
 ):
     """Load the scales and the zero points of groups of columns, float32 [rows, groups], with 0 for groups that are not
-    `inside`. The zero points are the scales if the format has none.
+    `inside`. The zero points of a format without zero points are unused.
     """
     scales_ptr = (w_row + scales)[:, None]
     if FORMAT.scale == "float32":

@@ -189,8 +189,8 @@ class RecordFields(Fields):
     `prompt_logprobs`: number of most probable tokens to return per token of the prompt; the log-prob of the prompt's
     token is also returned. `prompt_logprob_token_ids`: one row of token ids for each token of the prompt after the
     token with index `prompt_logprob_start`. The answer contains the log-probs of the ids in each row; -1 pads a row.
-    `prompt_sampling_mask`: for the same tokens of the prompt, the answer contains the ids that the filters keep.
-    `routed_experts_prompt_start`: index of the first prompt token for which the answer contains routed experts.
+    `prompt_sampling_mask`: whether the answer contains the ids that the filters keep, for the same tokens of the
+    prompt. `routed_experts_prompt_start`: index of the first prompt token for which the answer contains routed experts.
     """
 
     prompt_logprobs: NumTop | None = None

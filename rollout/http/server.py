@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trueroll.errors import ConfigError
 
@@ -108,8 +108,9 @@ async def run(
     `tracer`: makes the spans of requests. Other parameters and errors: see `serve`.
     """
     counters = Counters()
-    settings: dict[str, Any] = dict(while_connected=True, read_only=True, tracer=tracer)
-    async with client_for(config.address, WORKER_SECONDS, keys, **settings) as client:
+    async with client_for(
+        config.address, WORKER_SECONDS, keys, while_connected=True, read_only=True, tracer=tracer
+    ) as client:
         watch = Watch(client)
         served = await _meet(client, watch, config)
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)

@@ -62,15 +62,15 @@ def _is_whole_words(data: bytes) -> bytes:
     return data
 
 
-def _is_shared_or_valid(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Accept a memoryview, which only `from_worker` makes, as it is."""
+def _accept_shared(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Accept a memoryview without validation: only `from_worker` makes one."""
     return value if isinstance(value, memoryview) else validate(value)
 
 
 Number: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**64)] | float
 MAX_DELTA_SECONDS = 60
-Shared = Annotated[bytes, WrapValidator(_is_shared_or_valid)]
-"""Bytes, or a memoryview that shares the memory of a frame. The memoryview replaces bytes wherever arrays are read."""
+Shared = Annotated[bytes, WrapValidator(_accept_shared)]
+"""Bytes, or a memoryview into a worker's frame. Code that reads arrays must accept both."""
 Array = Annotated[Shared, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
 Spans = Annotated[tuple[ContentSpan, ...], FailFast(), Field(max_length=MAX_SPANS)]

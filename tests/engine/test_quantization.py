@@ -58,7 +58,7 @@ def test_a_trainer_computes_the_bits_of_a_worker_with_quantized_weights(
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 @thinned(lambda family, setting, backend: (family, setting, backend) == ("qwen3_5", "fp8_dynamic", "cpu"))
 def test_no_bit_depends_on_chunks_hits_or_company(family: str, setting: str, backend: str, tmp_path: Path) -> None:
-    """The scales of tokens are those of whole rows, which products with some of the columns share."""
+    """Products with some of the columns of a row use the scale of the whole row."""
     model, states = make_tiny_model(family, tmp_path), CASES[family]
     settings: dict[str, Any] = dict(dtype="bfloat16", quantization=setting, backend=backend, block_size=8)
     settings |= dict(max_num_seqs=4, **states)

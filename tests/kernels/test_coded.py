@@ -71,8 +71,9 @@ def test_a_slice_that_cuts_a_block_is_refused(name: str, start: int, length: int
 
 
 # Bytes of a row with 4096 columns, before the row is padded to whole units of 32 bytes.
-BYTES = {"fp8": 4096 + 4 * 32, "fp8_channel": 4096 + 4, "int8": 4096 + 4, "int8_dynamic": 4096 + 4}
+BYTES = {"fp8": 4096 + 4 * 32, "fp8_channel": 4096 + 4, "int8": 4096 + 4}
 BYTES |= {"mxfp8": 4096 + 128, "mxfp4": 2048 + 128, "nvfp4": 2048 + 256 + 4, "awq": 2048 + 4 * 32}
+BYTES |= {"int8_dynamic": BYTES["int8"], "fp8_dynamic": BYTES["fp8_channel"]}
 
 
 @each_format

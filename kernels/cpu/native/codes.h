@@ -21,7 +21,7 @@ struct E4m3 {
     }
 };
 
-// As E4m3, for matrices whose scales multiply sums of products (dynamic.h): the values are the numbers.
+// As E4m3, for matrices with scales that multiply sums of products (dynamic.h): the values are the numbers.
 struct E4m3Numbers : E4m3 {};
 
 // Whether values are numbers that every T represents exactly, so that they need no rounding.

@@ -36,8 +36,7 @@ constexpr long larger(long a, long b) { return a > b ? a : b; }
 // The formats of matrices, in the order of FORMAT_NUMBERS in kernels/cpu/quantized.py.
 enum class Format { PLAIN, FP8, FP8_CHANNEL, INT8, MXFP8, MXFP4, NVFP4, AWQ, INT8_DYNAMIC, FP8_DYNAMIC };
 
-// The kinds of numbers to which products quantize their activations (dynamic.h). The kinds that several matrices need
-// are added with |.
+// Flags: the kinds of numbers to which products quantize their activations (dynamic.h).
 constexpr unsigned INTEGERS = 1, E4M3_NUMBERS = 2;
 constexpr unsigned activations_of(Format format) {
     return format == Format::INT8_DYNAMIC ? INTEGERS : format == Format::FP8_DYNAMIC ? E4M3_NUMBERS : 0;

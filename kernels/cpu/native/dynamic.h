@@ -1,5 +1,5 @@
-// Products with quantized activations. kernels/dynamic.py has the definition, and kernels/cpu/quantized.py the panels. A
-// part of kernels.h.
+// Products with quantized activations. kernels/dynamic.py has the definition, and kernels/cpu/quantized.py the panels.
+// A part of kernels.h.
 //
 // INTEGERS: the codes of a panel are the integers of the matrix plus 128, since the instructions for products of bytes
 // multiply unsigned by signed bytes. 128 times the sum of a row's integers is subtracted from its products. Sums of 32
@@ -73,7 +73,7 @@ float row_peak(const T* x, long n) {
     return sum(zeros) == 0.0f ? peak(most) : NAN;
 }
 
-// Returns the scale of a row with this peak, whose numbers are at most `largest`. NaN if the peak is NaN.
+// Returns the scale of a row with this peak, for numbers up to `largest`. NaN if the peak is NaN.
 inline float scale_of(float peak, float largest) {
     const float most = static_cast<float>((1.0 - 0x1p-22) * 0x1p127 * 2.0 / static_cast<double>(largest));
     const float scale = peak / largest;
@@ -113,8 +113,8 @@ void quantize_row(const T* x, long n, float peak, const CodedRows& row) {
 inline F rounded_to_e4m3(F x) {
     const U sign = bit_and(bits(x), set1(0x80000000u));
     const F magnitude = floats(bit_xor(bits(x), sign));
-    // The distance of two numbers is 2^-3 times the power of two below them, but at least 2^-9. Adding 2^20 times this
-    // power aligns the lowest bit with the distance.
+    // Near x, e4m3 numbers are 2^-3 * `power` apart, and so are float32 numbers near `aligned`. Adding `aligned`
+    // therefore rounds to e4m3.
     const F power = max(set1(0x1p-6f), floats(bit_and(bits(x), set1(0x7F800000u))));
     const F aligned = mul(power, set1(0x1p20f));
     return floats(bit_xor(bits(sub(add(magnitude, aligned), aligned)), sign));
@@ -137,8 +137,8 @@ void quantize_row(const T* x, float peak, const NumberRows<T>& row) {
 
 constexpr long QUANTIZED_ROWS = 4;
 
-// Quantizes `count` rows of `columns` elements, which are padded with zeros to their stride, to these kinds of numbers.
-// `purpose`: of the memory for the numbers. `peaks`: those of the rows, if the columns are only some of a row's; or null.
+// Quantizes `count` rows of `columns` elements to these kinds of numbers. Zeros pad each row to its stride. `purpose`:
+// what the memory is for. `peaks`: the peaks of whole rows if `rows` has only some of their columns; otherwise null.
 template <class T>
 void quantize(
     Rows<T>& rows, unsigned kinds, long count, long columns, Purpose purpose, const float* peaks = nullptr

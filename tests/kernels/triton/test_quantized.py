@@ -207,6 +207,8 @@ def test_merged_weights_are_quantized() -> None:
 
 
 def test_formats_with_activations_are_not_stored() -> None:
-    assert backend.FORMATS == FORMATS.keys() - {"int8_dynamic"}
-    with pytest.raises(AssertionError, match="stores no matrices of this format"):
-        backend.new_weight(16, 16, torch.empty, FORMATS["int8_dynamic"])
+    dynamic = {"int8_dynamic", "fp8_dynamic"}
+    assert backend.FORMATS == FORMATS.keys() - dynamic
+    for name in dynamic:
+        with pytest.raises(AssertionError, match="stores no matrices of this format"):
+            backend.new_weight(16, 16, torch.empty, FORMATS[name])
