@@ -41,7 +41,7 @@ from .outputs.routes import RouteFormat
 from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output, SampleOutput, ScoreOutput
 from .running.executor import Computation, Executor
-from .running.sampler import WHOLE_VOCABULARY, Drawn
+from .running.sampler import WHOLE_VOCABULARY, Drawn, kept_ids
 from .running.step import plan_step, ranges
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
@@ -374,7 +374,8 @@ class Pipeline:
 
     def _bound_records(self) -> list[Output]:
         """End the samples and scores with the most record bytes, until the records of open requests are within their
-        limit. No sample or score may be left that has ended but is still open.
+        limit. No sample may be left that has ended but is still open. A score may be, if its columns of this step are
+        not recorded yet; it then ends with an error like any other.
         """
         outputs = list[Output]()
         while (entry := self._ledger.records.take_excess()) is not None:
@@ -428,22 +429,37 @@ class Pipeline:
         if score.place is not None and score.place.error is not None:
             score.error = f"structured_outputs: {score.place.error}"
             return [self._cut(score, "error")]
+        outputs = self._put(score, chunk.end + 1 - score.request.start, columns) if columns else []
+        if chunk.reaches_end and self._ledger.is_open(score):
+            self._scheduler.finish(chunk.sequence)
+            outputs.append(self._ledger.finish_score(score, "stop", commit))
+        return outputs
+
+    def _put(self, score: OpenScore, end: int, columns: list[np.ndarray]) -> list[Output]:
+        """Record the columns of the scored tokens before row `end`, and return the outputs of the samples and scores
+        that have to end because of the columns. The memory of columns and of kept ids is counted before it is
+        allocated.
+        """
         outputs = list[Output]()
-        if columns and not score.columns:
-            self._ledger.records.hold(score)
-            outputs = self._bound_records()
+        if not score.columns:
+            outputs += self._hold(score)
             if not self._ledger.is_open(score):
                 return outputs
             score.allocate()
-        if columns:
-            score.put(chunk.end + 1 - score.request.start, columns)
-        if chunk.reaches_end:
-            self._scheduler.finish(chunk.sequence)
-            return [*outputs, self._ledger.finish_score(score, "stop", commit)]
-        if score.kept_ids:
-            self._ledger.records.hold(score)
-            outputs += self._bound_records()
+        if not score.kept_ids:
+            score.put(end, columns)
+            return outputs
+        *columns, bits = columns
+        score.put(end, columns)
+        outputs += self._hold(score)
+        if self._ledger.is_open(score):
+            score.keep(end, *kept_ids(bits))
         return outputs
+
+    def _hold(self, score: OpenScore) -> list[Output]:
+        """Count the memory of a score, and end the samples and scores that exceed the limit."""
+        self._ledger.records.hold(score)
+        return self._bound_records()
 
     def _go_on(
         self, queued: _QueuedStep, drawn: Drawn

@@ -1,4 +1,4 @@
-"""Garbage collection in a worker or a front end: the pauses do not grow with the number of objects.
+"""Garbage collection in a worker: the pauses do not grow with the number of objects.
 
 Python's collector sometimes traverses all objects that can be part of a cycle. In a worker with 100,000 waiting
 requests, this takes about a second, in which neither the engine nor the sockets are served. After `bound_pauses`, a

@@ -239,7 +239,6 @@ ROLLOUT = {
         "parsing",
         "sessions",
         "config",
-        "garbage",
         "protocol",
         "network",
         "monitoring",

@@ -293,14 +293,16 @@ class OpenScore:
             self.kept_ids = [no_ids] * self.num_rows
 
     def put(self, end: int, found: Sequence[np.ndarray]) -> None:
-        """Record the columns of the scored tokens before row `end`, as `StepResults.scores` has them."""
+        """Record the columns of the scored tokens before row `end`, as `StepResults.scores` has them, without the kept
+        tokens. From then on, `record_bytes` counts the kept tokens.
+        """
         rows = slice(end - len(found[0]), end)
-        if self.kept_ids:
-            *found, counts, log_mass, ids = found
-            self.kept_ids[rows] = np.split(ids, counts.cumsum()[:-1])
-            found += [counts, log_mass]
         for column, values in zip(self.columns.values(), found, strict=True):
             column[rows] = values
+
+    def keep(self, end: int, counts: np.ndarray, ids: np.ndarray) -> None:
+        """Record the kept ids of the scored tokens before row `end`: `counts` ids of each token, in `ids`."""
+        self.kept_ids[end - len(counts) : end] = np.split(ids, counts.cumsum()[:-1])
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
         """Return the output of the score. A score that did not end with `stop` has no log-probs.

@@ -120,15 +120,14 @@ class Scoring:
         self._copies, self._has_mask = HostCopies(columns), has_mask
 
     def wait(self) -> list[np.ndarray]:
-        """Wait for the device, and return the columns. With `has_mask`, the last ones are the columns of
-        `request.KEPT`.
+        """Wait for the device, and return the columns. With `has_mask`, the last ones are `kept_counts`,
+        `kept_log_mass` and the kept tokens as `packed_bits`, which `kept_ids` converts to ids.
         """
         columns = [column.numpy() for column in self._copies.wait()]
         if not self._has_mask:
             return columns
         *columns, log_mass, bits = columns
-        counts, ids = kept_ids(bits)
-        return [*columns, counts, log_mass, ids]
+        return [*columns, np.bitwise_count(bits).sum(1, dtype=np.int32), log_mass, bits]
 
 
 class Sampler:

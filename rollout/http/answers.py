@@ -68,7 +68,8 @@ def check_answer(
             400,
             f"max_tokens: the answer may need {planned} bytes (limit {most}) for {params.n * len(prompts)} samples of "
             f"up to {max(new for _, new in lens)} tokens at {token_bytes.new} bytes per token; lower max_tokens, n or "
-            "the number of log-probs, set stream to true, or raise --max-answer-bytes",
+            "the number of log-probs, set top_k if a sampling mask is requested, set stream to true, or raise "
+            "--max-answer-bytes",
             field="max_tokens",
             value=planned,
             limit=most,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import signal
 import socket
@@ -24,7 +25,6 @@ from trueroll.errors import ConfigError
 from ..client.client import AsyncRolloutClient
 from ..client.membership import membership_of
 from ..fleet.client import client_for
-from ..garbage import bound_pauses
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer, prepare_for_conversations
 from ..tracing import exporting
@@ -74,7 +74,7 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         raise needs_tokenizer(config.address)
 
     def settle(url: str, name: str) -> None:
-        bound_pauses()  # otherwise each full collection would traverse all of transformers and delay requests
+        gc.freeze()  # otherwise each garbage collection would traverse all of transformers and delay requests
         on_ready(url, name)
 
     _map_large_blocks()

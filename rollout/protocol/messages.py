@@ -407,7 +407,9 @@ class Delta(Message):
     def num_bytes(self) -> int:
         """Approximate size of the delta on the wire, in bytes."""
         parts = [part for part in (self, self.tops, self.targets, self.kept) if part is not None]
-        return _BYTES_BESIDE + sum(len(value) for part in parts for _, value in part if isinstance(value, bytes))
+        return _BYTES_BESIDE + sum(
+            len(value) for part in parts for _, value in part if isinstance(value, bytes | memoryview)
+        )
 
 
 class Deltas(Message):

@@ -240,9 +240,9 @@ def _joined_routes(nodes: list[Node], num_tokens: int) -> np.ndarray | None:
 
 def as_record(sample: SampleOutput, routes_start: int) -> SampleOutput:
     """Return a copy of a sample for a node, with read-only arrays. Its routed experts begin with the row of token
-    `routes_start`, and do not keep the earlier rows in memory.
+    `routes_start`. No array keeps other memory alive: earlier rows, or the frame of the worker's reply.
     """
-    arrays = {name: values.view() for name, values in columns_of(sample).items()}
+    arrays = {name: np.array(values) for name, values in columns_of(sample).items()}
     if sample.routed_experts is not None:
         arrays["routed_experts"] = np.array(sample.routed_experts[routes_start:])
     for array in arrays.values():

@@ -407,7 +407,7 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
 def test_a_signal_ends_the_front_end_as_soon_as_it_is_ready(
     running: WorkerOnThread, chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "bound_pauses", lambda: None)  # the change would affect all later tests in this process
+    monkeypatch.setattr(server.gc, "freeze", lambda: None)  # the change would affect all later tests in this process
     rescue = threading.Timer(60, lambda: signal.raise_signal(signal.SIGINT))
     rescue.start()
     config = HttpConfig(address=running.address, port=0, tokenizer=str(chat_model))
