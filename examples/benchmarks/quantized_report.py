@@ -13,7 +13,8 @@ models and for 1 and 8 sequences. The caches of bfloat16 have 512 MiB in total. 
 
 For one thread, `limit` is the highest possible value of `times as fast`. It assumes that a product takes the longer of
 two times: reading the format's bytes at the rate of `reading`, and computing with a small matrix or a short context in
-the core's cache. Computing with codes includes their expansion.
+the core's cache. Computing with codes includes their expansion. Formats with quantized activations have no `limit`: a
+product with a small matrix would spend too much of its time on the activations.
 
 With --cpu-time, the times are those that the processor worked, for one thread. Other processes then count only as far
 as they use the same caches and memory.
@@ -69,7 +70,7 @@ def seconds(name: str, weights: list, x: Tensor, clock) -> float:
 def main(formats: list[str], clock, all_threads: tuple[int, ...]) -> None:
     weights = {"bfloat16": matrices(None)}
     weights |= {"reading": weights["bfloat16"], **{name: matrices(name) for name in formats}}
-    kinds = {"bfloat16": None, **{name: name for name in formats}}
+    kinds = {"bfloat16": None, **{name: name for name in formats if FORMATS[name].activations is None}}
     small = {name: matrices(kind, 1, CACHED_ROWS) * REPEATS for name, kind in kinds.items()}
     sizes = {name: each[0].nbytes * COUNT for name, each in weights.items()}
     for threads in all_threads:
