@@ -836,8 +836,8 @@ class ScoreOutput:
     `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
 
     `kept_counts`, `kept_log_mass` and `kept_token_ids`: as in `SampleOutput`, for each entry of `logprobs`. The kept
-    tokens at a position do not depend on the token that is given there. If the given token is not one of the
-    kept tokens, its log-prob is -inf, and `kept_log_mass` is computed from the most probable kept token.
+    tokens at a position do not depend on the token that is given there. If the given token is not one of the kept
+    tokens, its log-prob is -inf, and `kept_log_mass` is computed from the most probable kept token.
 
     `routed_experts`: as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """

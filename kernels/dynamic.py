@@ -46,7 +46,7 @@ MOST_COLUMNS = (2**31 - 1) // (127 * 128)  # published codes of weights may be -
 Sums: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Returns the plain float32 sums [M, N] of rows [M, K] and a matrix [N, K], both float32."""
 
-_SLICE = 2**22  # elements of a matrix whose numbers are computed at a time
+_SLICE = 2**22  # elements of a matrix that are converted to numbers at a time
 _ROWS = 512  # a slice has a multiple of this number of rows: the tiles into which `reference` cuts a plain matrix
 
 

@@ -262,8 +262,7 @@ class OpenScore:
     tokens have come in a text of their grammar; None without a grammar. `columns`: as in `ScoreOutput`, filled as
     chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory. `kept_ids`: the
     kept ids of each scored token, which `output` joins to the column `kept_token_ids`; empty unless they are requested.
-    `error`: a description of
-    the error that ends the score, or None.
+    `error`: a description of the error that ends the score, or None.
     """
 
     request: ScoreRequest

@@ -21,7 +21,7 @@ from trueroll.engine.request import SampleOutput, WeightSpan
 from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbortedError
 from trueroll.rollout import SamplingParams
 from trueroll.rollout.sessions.answers import ParserSettings, read_answer
-from trueroll.rollout.sessions.export import to_safetensors
+from trueroll.rollout.sessions.export import as_record, to_safetensors
 from trueroll.rollout.sessions.forest import _num_bytes
 from trueroll.rollout.sessions.messages import read_messages
 from trueroll.rollout.sessions.record import read_record
@@ -758,3 +758,12 @@ def test_a_retry_that_finds_many_deltas_lets_other_work_run() -> None:
         return num_turns
 
     assert run(work) >= 99
+
+
+def test_a_record_keeps_no_other_memory_alive() -> None:
+    """A front end's client returns arrays that share the memory of a whole reply."""
+    frame = np.arange(1000, dtype=np.float32)
+    sample = SampleOutput("r", 0, [1, 2, 3], frame[:3], "length", 0, 0, ())
+    found = as_record(sample, 0).logprobs
+    assert found is not None and np.array_equal(found.view(np.int32), frame[:3].view(np.int32))
+    assert not np.shares_memory(found, frame) and not found.flags.writeable
