@@ -56,7 +56,7 @@ FEWEST_WRITTEN_BYTES = 2**16
 """A connection is cut if the client reads fewer than this number of bytes of a pending answer within `write_seconds`.
 """
 EVENTS_PER_TURN = 16
-TURN_SECONDS = 0.005
+TURN_SECONDS = 0.002
 """Maximum time, in seconds, for which queued callbacks run before the event loop runs other work."""
 
 log = logging.getLogger(__name__)

@@ -36,6 +36,8 @@ MAX_ELEMENTS = 2**12
 """Maximum cost of the elements of a body, for paths that accept only a few fields."""
 _LONG_BYTES, _LONG_COST = 2**16, 2**12
 """A body is parsed in steps if it has more than `_LONG_BYTES` bytes, or if its elements cost more than `_LONG_COST`."""
+_STEP_CHARS, _STEP_STRINGS = 2**18, 2**12
+"""Number of characters that are searched for surrogates in one step, and number of strings that are encoded."""
 _WHOLE_BYTES = 2**18
 """Maximum length, in bytes, of an answer that is sent as a whole. A longer answer is sent in parts, without
 `Content-Length`.
@@ -106,12 +108,14 @@ def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
         text = body.decode()
         body.clear()  # so that memory holds only one copy of a long body
         yield
+        has_surrogates = yield from _has_surrogates(text)
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
         yield
-        if "\\ud" in text or "\\uD" in text:
-            for string in strings_in(content):
+        if has_surrogates:
+            for number, string in enumerate(strings_in(content), 1):
                 string.encode()  # raises UnicodeEncodeError for a lone surrogate, which no tokenizer accepts
-            yield
+                if number % _STEP_STRINGS == 0:
+                    yield
     except (ValueError, RecursionError) as error:
         cause = "the JSON is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
         raise HttpError(
@@ -120,6 +124,16 @@ def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
     if not isinstance(content, dict):
         raise HttpError(400, f"body: {brief(content)} is not a JSON object; send an object", code="invalid_json")
     return content
+
+
+def _has_surrogates(text: str) -> Generator[None, None, bool]:
+    r"""Return whether a JSON text contains the escape of a surrogate, such as \ud83d. Yields between steps."""
+    for start in range(0, len(text), _STEP_CHARS):
+        end = start + _STEP_CHARS + len(r"\u")  # so that an escape at the border of two steps is found
+        if text.find(r"\ud", start, end) >= 0 or text.find(r"\uD", start, end) >= 0:
+            return True
+        yield
+    return False
 
 
 def _refuse_constant(name: str) -> None:

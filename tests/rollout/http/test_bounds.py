@@ -207,6 +207,21 @@ def test_long_bodies_are_read_one_after_the_other_in_steps(steps: list[int], con
     assert room == [0, *[len(content)] * 8]
 
 
+def test_surrogates_are_searched_and_checked_in_steps() -> None:
+    steps = len([*wire._parse(bytearray(b'{"text": "%s"}' % (b"x" * 2**21)), 2**20, True)])
+    assert steps >= 2 * 2**21 // 2**18, "the elements are counted in 8 steps, and surrogates are searched in 8 steps"
+    strings = rb'{"texts": ["\ud83d\ude00"%s]}' % (b', "x"' * 2**16)
+    assert len([*wire._parse(bytearray(strings), 2**20, True)]) >= 2**16 // 2**12
+
+
+@pytest.mark.parametrize("start", range(2**18 - 6, 2**18 + 1))
+def test_a_lone_surrogate_at_the_border_of_two_steps_is_found(start: int) -> None:
+    begin = b'{"text": "'
+    body = begin + b"x" * (start - len(begin)) + rb'\ud83d"}'
+    with pytest.raises(HttpError, match="surrogates not allowed"):
+        list(wire._parse(bytearray(body), 2**20, True))
+
+
 def test_a_client_that_disconnects_ends_the_wait_of_its_body(steps: list[int]) -> None:
     room: list[int] = []
     content = b'{"text": "%s"}' % (b"x" * 2**17)
