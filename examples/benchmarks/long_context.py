@@ -2,9 +2,9 @@
 
 `python examples/benchmarks/long_context.py [MODEL]`. Each context is filler text with facts at random places. Questions
 about it are multiple-choice, in the format of LongBench v2 (fields `context`, `question`, `choice_A` to `choice_D`,
-`answer`, and others that are ignored). *Needle* questions ask for one fact. *Multi-hop* questions need a chain of three
-facts. `--write` writes the questions as JSON lines; `--read` reads such a file, for example one with LongBench v2's own
-questions, in place of generating them.
+`answer`, and others that are ignored), and also have the field `choices` of lm-eval's tasks for LongBench v2. *Needle*
+questions ask for one fact. *Multi-hop* questions need a chain of three facts. `--write` writes the questions as JSON
+lines; `--read` reads such a file, for example one with LongBench v2's own questions, in place of generating them.
 
 Every question is answered twice: in turn, where all but the first question of a context find the context in the cache,
 and with an empty cache. The report shows the accuracy, the hit rate, and the times. Exits with 1 if any bit differs.
@@ -44,10 +44,10 @@ MOST_FILE_BYTES = 2**30
 HOPS = 3
 
 
-def generate(num_chars: int, num_questions: int, seed: int) -> list[dict[str, str]]:
+def generate(num_chars: int, num_questions: int, seed: int) -> list[dict[str, Any]]:
     """Return questions about one context of about `num_chars` characters."""
     rng = random.Random(seed)
-    facts, asked = list[str](), list[dict[str, str]]()
+    facts, asked = list[str](), list[dict[str, Any]]()
     names = [f"{name}-{rng.randrange(1000)}" for name in rng.sample(NAMES, len(NAMES))]
     for i in range(num_questions):
         place = rng.choice(PLACES)
@@ -61,6 +61,7 @@ def generate(num_chars: int, num_questions: int, seed: int) -> list[dict[str, st
                 sub_domain="multi-hop" if i % 2 else "needle",
                 question=f"Where does {chain[0]} live?",
                 answer=LETTERS[choices.index(place)],
+                choices=choices,
                 **{f"choice_{letter}": choice for letter, choice in zip(LETTERS, choices, strict=True)},
             )
         )
