@@ -6,6 +6,11 @@ speed of the engine with drafts as a multiple of the speed without drafts: the m
 runs. "again" means that the same requests with the same seeds were served before, and that a commit since then changed
 the weights by about 1e-5.
 
+The column "limit of again" has the speed that the earlier samples alone allow: drafted rows take no time, and every
+token before the first difference from the earlier sample is accepted. From the first difference on, each token takes a
+step, so the sample that differs first decides how many steps its group takes. Repeats in a sample's own text can raise
+the speed above this limit.
+
 The second table shows that the drafter's index stays within its memory budget. The second table also shows that the
 time to index a hostile prompt (a single token, repeated a million times) is proportional to the length of the prompt.
 Run the report on an otherwise idle machine.
@@ -19,6 +24,8 @@ import time
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -37,6 +44,9 @@ from trueroll.engine.scheduling.sequence import Generation, Sequence
 from trueroll.rollout import resolve_model
 
 PAIRS, NEW_TOKENS, LANES = 5, 160, 8
+Bits = list[tuple[str, int, tuple[int, ...], bytes]]
+"""Of each sample: the request id, the number of the sample in the group, the token ids and the bytes of the log-probs.
+"""
 STEP = 1e-5
 """The standard deviation of the change of each weight in a small step of training."""
 CODE = """\
@@ -99,7 +109,7 @@ class Side:
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self.engine = Engine(config, loaded)
 
-    def run(self, prompts: list[np.ndarray], work: Work, salt: str) -> tuple[float, list[tuple[object, ...]]]:
+    def run(self, prompts: list[np.ndarray], work: Work, salt: str) -> tuple[float, Bits]:
         """Return the seconds and the bits of all samples. The drafter ignores earlier requests with a different cache
         salt.
         """
@@ -113,7 +123,9 @@ class Side:
             while self.engine.has_unfinished and (i == len(prompts) - 1 or not work.is_queue):
                 samples += [output for output in self.engine.step() if isinstance(output, SampleOutput)]
         seconds = time.perf_counter() - start
-        found = [(s.request_id, s.index, *s.token_ids, s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
+        found = [
+            (s.request_id, s.index, tuple(s.token_ids), s.logprobs.tobytes()) for s in samples if s.logprobs is not None
+        ]
         return seconds, sorted(found)
 
     def commit(self, tensors: Mapping[str, Tensor]) -> None:
@@ -132,6 +144,7 @@ class Report:
         loaded = load_model(config)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.plain = Side(config, loaded)
+        self._tokens_of_step = 1 + config.num_speculative_tokens
         self.drafts = Side(config.model_copy(update={"speculative": "ngram"}), loaded)
         self.before = {name: weight.to_dense().clone() for name, weight in loaded.weights.tensors.items()}
         noise = torch.Generator().manual_seed(0)
@@ -146,31 +159,56 @@ class Report:
         ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         return np.array(ids, np.int32)
 
-    def measure(self, work: Work) -> tuple[list[float], float, float]:
+    @cached_property
+    def step_seconds(self) -> list[float]:
+        """The time for a step without drafts, by the number of samples, from 1 to `LANES`."""
+        prompt, found = [self.ids_of(PROMPTS["chat"])], list[list[float]]()
+        for pair in range(PAIRS):
+            works = [Work(("chat",), n, 1.0) for n in range(1, LANES + 1)]
+            found.append([self.plain.run(prompt, work, f"steps {pair}")[0] / NEW_TOKENS for work in works])
+        return np.median(found, axis=0).tolist()
+
+    def limit(self, earlier: Bits, later: Bits) -> float:
+        """Return the highest speed that drafts of the earlier samples of the same groups allow, as a multiple of the
+        speed without drafts.
+        """
+        plain = best = 0.0
+        for _, group in groupby(zip(earlier, later, strict=True), key=lambda pair: pair[0][0]):
+            steps = list[int]()
+            for (*_, old, _), (*_, new, _) in group:
+                equal = next((i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b), NEW_TOKENS)
+                steps.append(-(-equal // self._tokens_of_step) + NEW_TOKENS - equal)
+            plain += NEW_TOKENS * self.step_seconds[len(steps) - 1]
+            running = [sum(count > step for count in steps) for step in range(max(steps))]
+            best += sum(self.step_seconds[count - 1] for count in running)
+        return plain / best
+
+    def measure(self, work: Work) -> tuple[list[float], float, float, float | None]:
         """Return the speeds with drafts as multiples of the speeds without drafts, the mean number of tokens per draft,
-        and the share of drafted tokens that were accepted.
+        the share of drafted tokens that were accepted, and for repeated groups the limit.
         """
         prompts = [self.ids_of(PROMPTS[name]) for name in work.prompts]
-        speeds, drafts, drafted, accepted = list[float](), 0, 0, 0
+        speeds, drafts, drafted, accepted, limit = list[float](), 0, 0, 0, None
         for number in range(1 + PAIRS):
             salt = f"{work.name} {number}"
-            if work.is_repeated:
-                self.drafts.run(prompts, work, salt)
+            earlier = self.drafts.run(prompts, work, salt)[1] if work.is_repeated else None
+            if earlier is not None:
                 self.plain.commit(self.after)
             before = self.drafts.engine.stats().drafts[0]
             sides = [self.plain, self.drafts][:: 1 if number % 2 else -1]
             runs = {side: side.run(prompts, work, salt) for side in sides}
             (plain, bits), (quick, found) = runs[self.plain], runs[self.drafts]
             assert found == bits, f"{work.name}: drafts changed bits"
-            if work.is_repeated:
+            if earlier is not None:
                 self.plain.commit(self.before)
+                limit = None if work.is_queue else self.limit(earlier, found)
             if number > 0:  # the first pair warms up
                 now = self.drafts.engine.stats().drafts[0]
                 speeds.append(plain / quick)
                 drafts += now.drafts - before.drafts
                 drafted += now.num_drafted - before.num_drafted
                 accepted += now.num_accepted - before.num_accepted
-        return speeds, 1 + accepted / max(drafts, 1), accepted / max(drafted, 1)
+        return speeds, 1 + accepted / max(drafts, 1), accepted / max(drafted, 1), limit
 
 
 def index_rows() -> Iterator[tuple[str, str]]:
@@ -198,12 +236,14 @@ def sequence_of(prompt: list[int], sample: list[int]) -> Sequence:
 def main() -> None:
     console = Console(width=120)
     report = Report(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
-    table = Table("samples", "speed", "slowest to fastest", "tokens per draft", "accepted", title="Drafts against none")
+    columns = "samples", "speed", "slowest to fastest", "limit of again", "tokens per draft", "accepted"
+    table = Table(*columns, title="Drafts against none")
     for work in WORKS:
-        speeds, length, share = report.measure(work)
+        speeds, length, share, limit = report.measure(work)
         lowest, *_, highest = sorted(speeds)
         spread = f"{lowest:.2f} to {highest:.2f}"
-        table.add_row(work.name, f"{statistics.median(speeds):.2f}", spread, f"{length:.2f}", f"{share:.0%}")
+        at_most = "" if limit is None else f"{limit:.2f}"
+        table.add_row(work.name, f"{statistics.median(speeds):.2f}", spread, at_most, f"{length:.2f}", f"{share:.0%}")
     console.print(table)
     index = Table("the index of the drafter", "")
     for row in index_rows():
