@@ -12,7 +12,9 @@ transformers' `generate` instead, by `trueroll bench`.
 
 For each model, the workloads of `trueroll bench` run in several rounds, alternately with a trueroll worker and with
 vLLM's `LLM`. Both systems use all cores and get the same prompts, the dtype bfloat16 and the same number of new tokens.
-Both systems start each run with an empty prefix cache. All other settings are each system's defaults. vLLM gets
+In each round, a system runs the workload twice, and only the second run is measured: while the other system runs, the
+machine may reclaim memory of a waiting system, which slows down the system's next run. Both systems start each run with
+an empty prefix cache. All other settings are each system's defaults. vLLM gets
 tcmalloc, which it recommends, if libtcmalloc-minimal4 is installed on the system. Both systems return the log-prob of
 each token and no text. The table has medians and ranges in generated tokens per second. The ratio in the table is
 computed from the medians. Run the report on an otherwise idle machine.
@@ -122,14 +124,16 @@ def trueroll(client: RolloutClient, vocab_size: int) -> System:
 
 
 def compare(systems: dict[str, System]) -> Table:
-    """Run all workloads once as a warm-up, then in rounds with both systems alternating. Return the table."""
+    """Run each workload in rounds with both systems alternating. The first run of a system in a round is a warm-up, and
+    the second run is measured. Return the table.
+    """
     table = Table("workload", *(f"{name}: tokens/s" for name in systems), "ratio")
     for workload in MEASURED:
         rates: dict[str, list[float]] = {name: [] for name in systems}
-        for number in range(ROUNDS + 1):
+        for _ in range(ROUNDS):
             for name, run in systems.items():
-                rate = workload.num_samples * workload.max_tokens / run(workload)
-                rates[name] += [rate] if number else []
+                run(workload)
+                rates[name].append(workload.num_samples * workload.max_tokens / run(workload))
         ours, theirs = (statistics.median(rates[name]) for name in ("trueroll", "vLLM"))
         table.add_row(workload.name, *map(spread, rates.values()), f"{ours / theirs:.2f}")
     return table
