@@ -56,11 +56,11 @@ class Meter:
         self.loaded = dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, ops=ops))
 
     def timed(self, name: str, op):
-        def run(*arguments):
+        def run(*arguments, **named):
             start = time.perf_counter()
-            result = op(*arguments)
+            result = op(*arguments, **named)
             end = time.perf_counter()
-            flops, num_bytes = COSTS.get(name, no_cost)(*arguments)
+            flops, num_bytes = COSTS.get(name, no_cost)(*arguments, **named)
             self.seconds[name] += end - start
             self.flops[name] += flops
             self.bytes[name] += num_bytes
@@ -75,7 +75,7 @@ class Meter:
         self.own_seconds = 0.0
 
 
-def no_cost(*arguments) -> tuple[int, int]:
+def no_cost(*arguments, **named) -> tuple[int, int]:
     return 0, 0
 
 
@@ -96,7 +96,7 @@ def attention_cost(
     return 2 * pairs * q.shape[1] * sizes, len(blocks) * (k_cache[0].nbytes + v_cache[0].nbytes)
 
 
-def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> tuple[int, int]:
+def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None, groups=1) -> tuple[int, int]:
     """Return the cost of the chosen experts for all rows of `x`. The weights of each chosen expert are read once."""
     matrices = weights.gate_up, weights.down
     elements = sum(weight.shape[0] * weight.shape[1] for weight in matrices) // spec.num_experts

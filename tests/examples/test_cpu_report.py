@@ -38,6 +38,16 @@ def test_the_arithmetic_of_the_ops_is_counted(tiny_llama: Path) -> None:
     assert phases["prompts"][3]["next_tokens"] == 2 * 2 * 3 * spec.vocab_size * spec.hidden_size
 
 
+def test_the_ops_of_a_mixture_are_counted(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(make_tiny_model("qwen3_moe", tmp_path / "model")), num_blocks=64)
+    meter = REPORT["Meter"](load_model(config))
+    workload = Workload("tiny", num_prompts=1, shared=0, own=20, n=1, max_tokens=3, temperature=1.0)
+    phases = REPORT["run_workload"](Engine(config, meter.loaded), workload, meter)
+    spec = meter.loaded.model.spec
+    of_expert = sum(3 * layer.mlp.intermediate_size * layer.mlp.top_k for layer in spec.layers) * spec.hidden_size
+    assert phases["decode"][3]["experts"] == 2 * 2 * of_expert, "two steps with one row"
+
+
 def test_attention_counts_what_a_window_sees() -> None:
     """The last 3 of 20 tokens, in blocks of 4, are queries. A window of 5 reads tokens 13 to 19, in 2 blocks."""
     batch = AttentionBatch([0, 3], [20], torch.arange(5)[None])
