@@ -47,6 +47,7 @@ from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
 
 Entry: TypeAlias = OpenSample | OpenScore
+_FEWEST_TO_DEFER = 8  # with fewer sequences in a step, it takes less time to give each sample its token
 _LAYERS_PER_STEP = 2
 """The number of vision-tower layers computed per step: only a few, so that an image does not delay other requests."""
 _NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
@@ -401,8 +402,9 @@ class Pipeline:
         lanes = self._scheduler.running.lanes
         takers = takers_of(chunks, lanes)
         copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
-        computation = self._executor.compute(plan_step(chunks, lanes, takers, copies, block_size))
+        step = plan_step(chunks, lanes, takers, copies, block_size)
         self._scheduler.advance(chunks.cut(chunks.ends - chunks.num_drafted) if chunks.drafts else chunks)
+        computation = self._executor.compute(step)
         for place, _ in takers.prompts:
             self._prompts.close(chunks.sequences[place])
         return _QueuedStep(chunks, takers, computation, started, self._commit_of(chunks.sequences[0]))
@@ -471,9 +473,11 @@ class Pipeline:
         """
         takers, commit, ended = queued.takers, queued.commit, list[tuple[int, FinishReason]]()
         decodes, counts, lanes = takers.decodes, takers.counts[: len(takers.decodes)], self._scheduler.running.lanes
-        starts, taken = (counts.cumsum() - counts).tolist(), np.ones(len(counts), np.int64)
+        starts = (counts.cumsum() - counts).tolist() if decodes.drafts else range(len(counts))
+        taken = np.ones(len(counts), np.int64) if decodes.drafts else counts
+        may_defer = len(counts) >= _FEWEST_TO_DEFER and self._drafting is None
         deferred = self._defer(decodes, drawn)
-        for i in np.flatnonzero(~deferred).tolist():
+        for i in (~deferred).nonzero()[0].tolist():
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
             sequence, start = decodes.sequences[i], starts[i]
@@ -490,7 +494,7 @@ class Pipeline:
                 sample.num_accepted += int(taken[i]) - 1
             if reason is not None:
                 ended.append((i, reason))
-            elif self._drafting is None and sample.is_plain:
+            elif may_defer and sample.is_plain:
                 lanes.allow_deferral(sequence)
         return taken, deferred, ended
 
@@ -498,8 +502,8 @@ class Pipeline:
         """Defer the draws on which nothing depends yet, and return which draws are deferred. Drafters read all tokens
         before every step.
         """
-        count = len(decodes)
-        if self._drafting is not None:
+        count, deferred = len(decodes), self._scheduler.running.lanes.deferred
+        if self._drafting is not None or not deferred.num_open:
             return np.zeros(count, np.bool_)
         columns = drawn.token_ids, drawn.logprobs, drawn.is_finite
         return self._scheduler.running.lanes.defer(decodes, *(column[:count] for column in columns))
@@ -511,7 +515,9 @@ class Pipeline:
         decodes, drawn_counts, token_ids = takers.decodes, takers.counts[: len(counts)], drawn.token_ids
         if decodes.drafts:
             token_ids = token_ids[ranges(drawn_counts.cumsum() - drawn_counts, counts)]
-        self._scheduler.running.lanes.accept(decodes, token_ids[: int(counts.sum())], counts, deferred)
+        else:
+            token_ids = token_ids[: len(counts)]
+        self._scheduler.running.lanes.accept(decodes, token_ids, counts, deferred)
         if decodes.drafts and self._drafting is not None:
             self._scheduler.stats.computed_tokens += int((counts - 1).sum())  # `advance` did not count them
             self._drafting.record(decodes, counts)

@@ -92,6 +92,15 @@ tails [slots, kernel_size - 1, channels]. A tail holds the last inputs of the co
 """
 
 
+class Memories(tuple[Memory, ...]):
+    """The memories of layers, for as long as their tensors keep their addresses."""
+
+    @cached_property
+    def addresses(self) -> array[int]:
+        """The addresses of all tensors, as an array of pointers."""
+        return array("Q", [tensor.data_ptr() for memory in self for tensor in memory])
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """The queries of a batch that mixes prompt chunks and decodes, and the cached tokens that each query attends to.

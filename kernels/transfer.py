@@ -1,12 +1,12 @@
-"""CUDA streams, and copies between host and device. A copy blocks only when its contents are needed.
+"""CUDA streams, and copies from the host to a device, which do not block.
 
-On a CPU, `to_device` copies nothing. For tensors on a CPU, `HostCopies` copies immediately, so the source tensors may
-change afterwards. On a GPU, copies use pinned memory and are queued after the kernels of the current stream.
+On a CPU, `to_device` copies nothing. On a GPU, copies use pinned memory and are queued after the kernels of the current
+stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -61,27 +61,4 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def all_to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """Return `to_device` of each tensor."""
-    return [to_device(tensor, device) for tensor in tensors]
-
-
-class HostCopies:
-    """Copies `tensors`, all on one device, to the host. Each copy holds the value that its source tensor has when the
-    stream executes the copy operation.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        if not tensors or tensors[0].device.type != "cuda":
-            self._hosts = [tensor.to("cpu", copy=True) for tensor in tensors]
-            return
-        self._hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-        for host, tensor in zip(self._hosts, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
-
-    def wait(self) -> list[Tensor]:
-        """Wait for the copies, and return the copied tensors."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._hosts
+    return [*tensors] if device.type == "cpu" else [to_device(tensor, device) for tensor in tensors]

@@ -152,10 +152,11 @@ ENGINE = {
     "models": {"models"},
     "running.step": OUTPUTS | {"cache.host_tier", "scheduling.media", "scheduling.sequence"},
     "running.encoder": {"media", "models", "scheduling.encodings", "scheduling.media"},
-    "running.sampler": OUTPUTS | {"running.step"},
+    "running.host_copies": set(),
+    "running.sampler": OUTPUTS | {"running.host_copies", "running.step"},
     "running.model_runner": {"cache.memory", "models"}
     | {f"running.{name}" for name in ("encoder", "host_memory", "mtp", "ranks", "step")},
-    "running.experts": {"outputs.routes"},
+    "running.experts": {"outputs.routes", "running.host_copies"},
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weight_memory": {"cache.memory", "models"},
     "running.weights": {"cache.lending", "models", "running.weight_memory"},

@@ -155,8 +155,12 @@ class BlockIdentity:
     def extend(self, chain: Chain, tokens: array[int], num_blocks: int) -> None:
         """Compute the missing hashes of the first `num_blocks` blocks of a chain."""
         for i in range(len(chain.hashes), num_blocks):
-            parent = chain.hashes[-1] if chain.hashes else bytes(16)
-            chain.hashes.append(self._digest(parent + b"".join(self.content(chain, tokens, i))))
+            self.append(chain, *self.content(chain, tokens, i))
+
+    def append(self, chain: Chain, tokens: bytes, extra: bytes) -> None:
+        """Append the hash of the next block to a chain. `tokens`, `extra`: as `content` returns them."""
+        parent = chain.hashes[-1] if chain.hashes else bytes(16)
+        chain.hashes.append(self._digest(parent + tokens + extra))
 
     def content(self, chain: Chain, tokens: array[int], i: int) -> tuple[bytes, bytes]:
         """Return the token ids and the extra identity of block i."""
@@ -503,12 +507,13 @@ class PrefixCache:
         """Publish the full blocks within tokens [0, num_computed). Chains of an earlier epoch are skipped."""
         if not self.enabled or not self.identity.is_current(chain):
             return
-        num_full = num_computed // self.block_size
-        self.identity.extend(chain, tokens, num_full)
-        for i in range(len(chain.entries), num_full):
+        for i in range(len(chain.entries), num_computed // self.block_size):
+            content = self.identity.content(chain, tokens, i)
+            if i == len(chain.hashes):
+                self.identity.append(chain, *content)
             self.claims.fulfil(chain, chain.hashes[i])
             blocks = [group[i] for group in table.blocks]
-            chain.entries.append(self._publish(chain, *self.identity.content(chain, tokens, i), blocks))
+            chain.entries.append(self._publish(chain, *content, blocks))
 
     def invalidate(self) -> None:
         """Drop all published prefixes and begin the next epoch. The references to blocks do not change."""

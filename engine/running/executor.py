@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -194,8 +194,8 @@ class LocalComputation:
         return StepResults(
             drawn,
             scores,
-            None if rows is None else rows.wait()[0].numpy().data.cast("B"),
-            b"" if counts is None else counts.wait()[0].numpy().tobytes(),
+            None if rows is None else rows.wait()[0].data.cast("B"),
+            b"" if counts is None else counts.wait()[0].tobytes(),
         )
 
 
@@ -270,11 +270,15 @@ class LocalExecutor:
         if not self.weights.is_whole:
             raise RuntimeError("engine: the weights are incomplete, so no step can run; commit a full set of weights")
 
-    @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
+        with torch.inference_mode():  # as a decorator, it would take several times as long
+            return self._compute(step)
+
+    def _compute(self, step: Step) -> LocalComputation:
         self._runner.host.copy(step.block_copies)
         graphs = self._graphs if step.adapter is None and self._graphs and self._graphs.serves(step) else None
         model, sampler = self._served(step.adapter)
+        draw = self._prepared(step, graphs, sampler)
         hidden, found = graphs.run(step, self._lanes) if graphs else self._runner.run(step, self._lanes, model)
         if not self._runner.model.spec.stage.is_last:
             return LocalComputation(None, (), None)
@@ -282,9 +286,7 @@ class LocalExecutor:
             self._runner.follow(self._runner.mtp, step, self._lanes, hidden)
         routes = None if self._experts is None else self._routes(self._experts, found[ROUTES], step)
         scores = [_score(sampler, rows, hidden[rows.start : rows.end]) for rows in step.scores]
-        drawing = None
-        if len(step.draws.rows):
-            drawing = graphs.draw(step) if graphs and graphs.draws(step) else sampler.draw(hidden, step.draws)
+        drawing = None if draw is None else draw(hidden)
         if drawing is not None and self._lanes is not None:
             self._lanes.update(step.draws, drawing.token_ids)
         return LocalComputation(drawing, scores, routes)
@@ -337,6 +339,16 @@ class LocalExecutor:
             return experts.take(routes, None, step.records_routes)
         counted = np.delete(np.arange(len(step.token_ids)), step.drafted)
         return experts.take(routes, self._runner.to_device(counted), True)
+
+    def _prepared(
+        self, step: Step, graphs: DecodeGraphs | None, sampler: Sampler
+    ) -> Callable[[Tensor], Drawing] | None:
+        """Return a function that draws the tokens of a step from its hidden states; None if this rank draws none."""
+        if not len(step.draws) or not self._runner.model.spec.stage.is_last:
+            return None
+        if graphs is not None and graphs.draws(step):
+            return lambda hidden: graphs.draw(step)
+        return sampler.prepared(step.draws, self._runner.device)
 
     def _served(self, adapter: str | None) -> tuple[Decoder, Sampler]:
         """Return the model and the sampler for an adapter, or for the base weights."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.specs import DecoderSpec
-from ...kernels.transfer import HostCopies
 from ..outputs.routes import RouteFormat
+from .host_copies import HostCopies
 
 _ID_TYPES = {1: torch.uint8, 2: torch.uint16}
 

@@ -60,7 +60,8 @@ class HostMemory:
     def copy(self, block_copies: Sequence[np.ndarray]) -> None:
         """Make copies. `block_copies`: as in `Step`. Does not synchronize."""
         for group, copies in zip(self._groups, block_copies, strict=True):
-            group.copy(copies)
+            if len(copies):
+                group.copy(copies)
 
     def sleep(self) -> None:
         """Return the memory to the system. The content is lost."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import AttentionBatch, Backend, Memory, Pages, StateBatch, new_caches
+from ...kernels.contract import AttentionBatch, Backend, Memories, Memory, Pages, StateBatch, new_caches
 from ...kernels.journal import Journal
 from ...kernels.specs import LayerSpec
 from ...kernels.transfer import all_to_device, to_device
@@ -85,7 +85,8 @@ class ModelRunner:
 
         # Use small pages, so that a block occupies memory only after it is first used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
-        self.memories, journals = build(empty)
+        memories, journals = build(empty)
+        self.memories = Memories(memories)
         self._journals = journals if model.spec.recurrent else None  # None without recurrent layers
         tensors = self._copied()
         self.host = HostMemory(tensors, host_slots or [0] * len(tensors))
@@ -117,6 +118,7 @@ class ModelRunner:
         """Reallocate the memory."""
         for arena in self._arenas:
             arena.restore()
+        self.memories = Memories(self.memories)  # their addresses may differ
         self.host.wake_up()
 
     def run(self, step: Step, lanes: LaneState | None = None, model: Decoder | None = None) -> ModelOutput:

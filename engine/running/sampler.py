@@ -7,7 +7,7 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from ...kernels.edits import edit_
 from ...kernels.specs import HeadSpec
-from ...kernels.transfer import HostCopies, all_to_device, to_device
+from ...kernels.transfer import all_to_device, to_device
 from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
 from ..request import NO_TARGET, Distribution
+from .host_copies import HostCopies
 from .step import Draws, ScoredRows
 
 # The maximum number of rows with logits in memory at the same time.
@@ -87,26 +88,25 @@ class Drawing:
         token_ids, logprobs, is_finite, *rest = self._copies.wait()
         first = len(self._with_targets)
         end = first + 2 * len(self._with_kept)
-        plain = token_ids.numpy(), logprobs.numpy(), is_finite.numpy()
         targets = {
             place: row.tobytes()
             for places, found in zip(self._with_targets, rest, strict=False)
-            for place, row in zip(places, found.numpy(), strict=True)
+            for place, row in zip(places, found, strict=True)
         }
-        return Drawn(*plain, self._records(rest[end:]), targets, self._kept(rest[first:end]))
+        return Drawn(token_ids, logprobs, is_finite, self._records(rest[end:]), targets, self._kept(rest[first:end]))
 
-    def _kept(self, found: Sequence[Tensor]) -> dict[int, tuple[bytes, ...]]:
+    def _kept(self, found: Sequence[np.ndarray]) -> dict[int, tuple[bytes, ...]]:
         kept = dict[int, tuple[bytes, ...]]()
         for places, bits, log_mass in zip(self._with_kept, found[::2], found[1::2], strict=True):
-            counts, ids = kept_ids(bits.numpy())
-            columns = _cut_bytes(counts), _cut_bytes(log_mass.numpy()), _cut_bytes(ids, counts)
+            counts, ids = kept_ids(bits)
+            columns = _cut_bytes(counts), _cut_bytes(log_mass), _cut_bytes(ids, counts)
             kept |= zip(places, zip(*columns, strict=True), strict=True)
         return kept
 
-    def _records(self, statistics: Sequence[Tensor]) -> dict[int, tuple[bytes, ...]]:
+    def _records(self, statistics: Sequence[np.ndarray]) -> dict[int, tuple[bytes, ...]]:
         if not statistics:
             return {}
-        entropy, token_ids, logprobs = (column.numpy() for column in statistics)
+        entropy, token_ids, logprobs = statistics
         rows = zip(self._recorded, entropy, token_ids.astype(np.int32), logprobs, strict=True)
         return {i: (nats.tobytes(), ids[:k].tobytes(), top[:k].tobytes()) for (i, k), nats, ids, top in rows if k >= 0}
 
@@ -123,7 +123,7 @@ class Scoring:
         """Wait for the device, and return the columns. With `has_mask`, the last ones are `kept_counts`,
         `kept_log_mass` and the kept tokens as `packed_bits`, which `kept_ids` converts to ids.
         """
-        columns = [column.numpy() for column in self._copies.wait()]
+        columns = self._copies.wait()
         if not self._has_mask:
             return columns
         *columns, log_mass, bits = columns
@@ -144,8 +144,18 @@ class Sampler:
 
     def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         """Draw the tokens of `draws`, which must not be empty. `hidden`: [M, hidden_size]."""
+        return self.prepared(draws, hidden.device)(hidden)
+
+    def prepared(self, draws: Draws, device: torch.device) -> Callable[[Tensor], Drawing]:
+        """Prepare a draw before the hidden states are computed, and return a function that draws. The host prepares
+        faster before a long computation, which displaces the content of its caches.
+        """
         if draws.are_plain:
-            return Drawing(*self.next_tokens(hidden, make_wanted(draws, hidden.device)))
+            wanted = make_wanted(draws, device)
+            return lambda hidden: Drawing(*self.next_tokens(hidden, wanted))
+        return lambda hidden: self._draw(hidden, draws)
+
+    def _draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         num_tops = draws.records["num_tops"]
         k = int(num_tops.max())  # draws that list fewer than k tokens use the first ones
         whole, processed, plain = _sorted_by_kind(draws)
@@ -394,11 +404,14 @@ def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:
     """Return the input of `next_tokens` for draws. Filters and edits are ignored. `draws` must not be empty."""
-    records, integers = draws.records, np.empty((4, len(draws)), np.int64)
-    integers[:] = draws.rows, records["target"], records["seed"], draws.positions
-    columns = integers, records["temperature"].copy(), records["basis"] == BASES.index("raw")
-    found, temperatures, raw = all_to_device(map(torch.from_numpy, columns), device)
-    rows, targets, seeds, positions = found.unbind()
+    records = draws.records
+    integers = np.array((draws.rows, records["target"], records["seed"], draws.positions))
+    others = records["temperature"].copy(), records["basis"] == BASES.index("raw")
+    if device.type == "cpu":
+        rows, targets, seeds, positions, temperatures, raw = map(torch.from_numpy, (*integers, *others))
+    else:
+        found, temperatures, raw = all_to_device(map(torch.from_numpy, (integers, *others)), device)
+        rows, targets, seeds, positions = found.unbind()
     return Wanted(rows, targets, temperatures, raw, seeds, positions)
 
 

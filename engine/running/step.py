@@ -28,6 +28,7 @@ NO_LANE = -1
 """The lane of a draw if the drawn token is not stored on the device. The host sees such a token before the sequence
 continues.
 """
+_NO_COPIES = np.empty((0, 2), np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,16 +61,16 @@ class Draws:
         """A mask of the draws that have neither edits nor filters nor records besides log-probs: bool [R]."""
         return ~self.is_cut & ~self.records["is_special"]
 
-    @cached_property
+    @property
     def are_plain(self) -> bool:
-        """Return whether all draws are plain."""
+        """Whether all draws are plain."""
         return not self.edits and not self.records["is_special"].any()
 
     def take(self, places: np.ndarray) -> Draws:
         """Return the draws at the given indices."""
         edits, targets = _taken(self.edits, places), _taken(self.targets, places)
         return Draws(
-            self.rows[places], self.positions[places], self.lanes[places], self.records[places], edits, targets
+            self.rows[places], self.positions[places], self.lanes[places], self.records.take(places), edits, targets
         )
 
     def __len__(self) -> int:
@@ -186,34 +187,41 @@ def plan_step(chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequen
 
     `block_copies`: as `Running.take_block_copies` returns them.
     """
-    counts = chunks.ends - chunks.starts
-    ends = counts.cumsum()
-    owners, positions = np.arange(len(counts)).repeat(counts), ranges(chunks.starts, counts)
+    owners, positions, ends = _rows(chunks)
     most = lanes.num_blocks[chunks.lanes].max()
     tables = [table[chunks.lanes, :most] for table in lanes.tables]
-    blocks, offsets = np.divmod(positions, block_size)
+    blocks = positions // block_size
     token_ids, unseen = _tokens(chunks, lanes, ends)
     adapter = chunks.sequences[0].chain.adapter
-    num_drafted = chunks.num_drafted if chunks.drafts else np.zeros_like(counts)
-    drafted = ranges(ends - num_drafted, num_drafted)
+    drafted = ranges(ends - chunks.num_drafted, chunks.num_drafted) if chunks.drafts else ends[:0]
     return Step(
         token_ids=token_ids,
         positions=positions,
-        slots=[table[owners, blocks] * block_size + offsets for table in tables],
+        slots=[(table[owners, blocks] - blocks) * block_size + positions for table in tables],
         unseen=unseen,
         query_starts=[0, *ends.tolist()],
         context_lens=chunks.ends.tolist(),
         block_tables=tables,
-        states=np.stack((lanes.states.source[chunks.lanes], lanes.states.target[chunks.lanes])),
+        states=np.array((lanes.states.source[chunks.lanes], lanes.states.target[chunks.lanes])),
         block_copies=pairs_of(block_copies),
         draws=_draws(chunks, lanes, takers, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in takers.scores],
         drafted=drafted,
-        journal=_journal(chunks, lanes, num_drafted, drafted),
-        records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
+        journal=_journal(chunks, lanes, drafted),
+        records_routes=bool(lanes.has_routes[chunks.lanes].any()),
         adapter=None if adapter is None else adapter.name,
         **_media(chunks, lanes, positions, owners),
     )
+
+
+def _rows(chunks: Chunks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return three int64 arrays: for each row of the step, the index of its chunk and its position; and for each chunk,
+    the end of its rows.
+    """
+    counts, indices = chunks.ends - chunks.starts, np.arange(len(chunks))
+    if (counts == 1).all():
+        return indices, chunks.starts, indices + 1
+    return indices.repeat(counts), ranges(chunks.starts, counts), counts.cumsum()
 
 
 def _media(chunks: Chunks, lanes: Lanes, positions: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
@@ -240,7 +248,7 @@ def _media(chunks: Chunks, lanes: Lanes, positions: np.ndarray, owners: np.ndarr
 
 def pairs_of(block_copies: Sequence[Copies]) -> list[np.ndarray]:
     """Return the copies as arrays, int64 [C, 2]. `block_copies`: as in `plan_step`."""
-    return [np.array(copies, np.int64).reshape(-1, 2) for copies in block_copies]
+    return [np.array(copies, np.int64).reshape(-1, 2) if copies else _NO_COPIES for copies in block_copies]
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -252,25 +260,25 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
     of_last = chunks.lanes[is_last]
     token_ids = np.empty(int(ends[-1]), np.int64)
     token_ids[ends[is_last] - 1] = lanes.last_token[of_last]
-    for i in np.flatnonzero(~is_last).tolist():
+    for i in (~is_last).nonzero()[0].tolist():
         start, end = int(chunks.starts[i]), int(chunks.ends[i])
         drafts = chunks.drafts.get(int(chunks.lanes[i]), ())
         place = int(ends[i]) - len(drafts)
         token_ids[ends[i] - (end - start) : place] = chunks.sequences[i].tokens[start : end - len(drafts)]
         token_ids[place : ends[i]] = drafts
-    has_unseen = lanes.has_unseen[of_last]
-    return token_ids, np.stack((ends[is_last] - 1, of_last))[:, has_unseen]
+    return token_ids, np.array((ends[is_last] - 1, of_last))[:, lanes.has_unseen[of_last]]
 
 
-def _journal(chunks: Chunks, lanes: Lanes, num_drafted: np.ndarray, drafted: np.ndarray) -> JournalRows | None:
+def _journal(chunks: Chunks, lanes: Lanes, drafted: np.ndarray) -> JournalRows | None:
     """Return the rows for recurrent layers. Return None for a model without recurrent layers, and for a step that has
     neither drafted nor repeated rows.
 
-    `num_drafted`: int64 [N], the number of drafted rows of each chunk. `drafted`: the indices of the drafted rows.
+    `drafted`: the indices of the drafted rows.
     """
-    repeated = lanes.states.num_repeated[chunks.lanes]
-    has_states = lanes.states.target[chunks.lanes[0]] != NO_SLOT
-    if not has_states or not (repeated.any() or len(drafted)):
+    if lanes.states.target[chunks.lanes[0]] == NO_SLOT:
+        return None
+    repeated, num_drafted = lanes.states.num_repeated[chunks.lanes], chunks.num_drafted
+    if not (repeated.any() or len(drafted)):
         return None
     counts = chunks.ends - chunks.starts + repeated
     starts = counts.cumsum() - counts
@@ -300,18 +308,18 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
     places, counts, num_decodes = takers.places, takers.counts, len(takers.decodes.lanes)
-    records, takes = lanes.draws[takers.decodes.lanes], chunks.lanes[places]
+    records, takes = lanes.draws.take(takers.decodes.lanes), chunks.lanes[places]
     if num_decodes < len(places):
         records = np.concatenate((records, np.array([sample.draw for sample in takers.samples[num_decodes:]], DRAW)))
         _, sharing, shared = np.unique(places[num_decodes:], return_inverse=True, return_counts=True)
         takes[num_decodes:][shared[sharing] > 1] = NO_LANE
     rows, positions, owners = last_rows[places], chunks.ends[places], np.arange(len(places))
-    if len(places) < counts.sum():
+    if chunks.drafts:
         takes[counts > 1] = NO_LANE
         owners = owners.repeat(counts)
         rows, positions = ranges(rows - counts + 1, counts), ranges(positions - counts + 1, counts)
-        takes, records = takes[owners], records[owners]
-    edited, recorded = np.flatnonzero(positions < records["edits_end"]), np.flatnonzero(records["has_targets"])
+        takes, records = takes[owners], records.take(owners)
+    edited, recorded = (positions < records["edits_end"]).nonzero()[0], records["has_targets"].nonzero()[0]
     found = ((i, takers.samples[owners[i]].target_ids) for i in recorded.tolist())
     targets = {i: ids for i, ids in found if ids is not None}
     return Draws(rows, positions, takes, records, _edits(edited, owners, chunks, takers), targets)

@@ -24,10 +24,12 @@ class Deferred:
     per lane.
 
     `is_open` (bool): whether tokens of the lane may be stored. `counts` (int64): the number of stored tokens.
+    `num_open`: the number of open lanes.
     """
 
     def __init__(self, capacity: int) -> None:
         self.is_open, self.counts = np.zeros(capacity, np.bool_), np.zeros(capacity, np.int64)
+        self.num_open = 0
         self._tokens, self._logprobs = np.zeros((capacity, MOST), np.int32), np.zeros((capacity, MOST), np.float32)
         self._ending: list[frozenset[int]] = [frozenset()] * capacity
         self._num_lanes = Counter[int]()  # by token: how many open lanes have a sample that it may end
@@ -40,6 +42,7 @@ class Deferred:
         if self.is_open[lane] or len(ending) > _MOST_ENDING:
             return
         self.is_open[lane], self._ending[lane] = True, ending
+        self.num_open += 1
         for token in ending:
             self._num_lanes[token] += 1
             if self._num_lanes[token] == 1:
@@ -50,6 +53,7 @@ class Deferred:
         assert not self.counts[lane], f"tokens of lane {lane} are not delivered"
         if self.is_open[lane]:
             self.is_open[lane] = False
+            self.num_open -= 1
             for token in self._ending[lane]:
                 self._num_lanes[token] -= 1
                 if not self._num_lanes[token]:

@@ -409,12 +409,13 @@ _MOST_LOOKUPS_IN_VAIN = 32
 
 @dataclass
 class _Plan:
-    """The plan of a step. `budget`: remaining tokens. `may_preempt`: as for `Scheduler.schedule`. `sizes`: for each
-    lane, the number of tokens to compute.
+    """The plan of a step. `budget`: remaining tokens. `may_preempt`: as for `Scheduler.schedule`. `decoding`: the lanes
+    that `decode` has planned, int64. `sizes`: for each other planned lane, the number of tokens to compute.
     """
 
     budget: int
     may_preempt: bool = True
+    decoding: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     sizes: dict[int, int] = field(default_factory=dict)
     short_of_blocks: bool = False
 
@@ -422,14 +423,24 @@ class _Plan:
         self.sizes[lane] = size
         self.budget -= size
 
+    def decode(self, lanes: np.ndarray) -> None:
+        """Plan one token for each of the lanes."""
+        self.decoding = lanes
+        self.budget -= len(lanes)
+
     def remove(self, lane: int) -> None:
-        self.budget += self.sizes.pop(lane, 0)
+        kept = self.decoding[self.decoding != lane]
+        self.budget += self.sizes.pop(lane, 0) + len(self.decoding) - len(kept)
+        self.decoding = kept
 
     def chunks(self, lanes: Lanes) -> Chunks:
         """Return the planned chunks."""
-        found = np.fromiter(self.sizes, np.int64, len(self.sizes))
+        found, sizes = self.decoding, np.int64(1)
+        if self.sizes:
+            others = np.array([*self.sizes.items()], np.int64)
+            found = np.concatenate((found, others[:, 0]))
+            sizes = np.concatenate((np.ones(len(self.decoding), np.int64), others[:, 1]))
         starts = lanes.num_computed[found]
-        sizes = np.fromiter(self.sizes.values(), np.int64, len(found))
         return lanes.chunks(found, starts, starts + sizes)
 
 
@@ -478,9 +489,10 @@ class Scheduler:
             self.running.encodings.begin_plan()
             is_decode &= lanes.num_computed[running] >= lanes.media_end[running]
         one_by_one = self._decode(running[is_decode][: -(-len(running) // self.num_steps)], plan)
-        for sequence in lanes.sequences[np.concatenate((one_by_one, running[(uncomputed > 0) & ~is_decode]))]:
-            if sequence.lane >= 0:  # not preempted by an earlier sequence
-                self._continue(sequence, plan)
+        if len(plan.decoding) < len(running):
+            for sequence in lanes.sequences[np.concatenate((one_by_one, running[(uncomputed > 0) & ~is_decode]))]:
+                if sequence.lane >= 0:  # not preempted by an earlier sequence
+                    self._continue(sequence, plan)
         if not plan.short_of_blocks:
             self._start_waiting(plan)
         return plan.chunks(lanes)
@@ -495,9 +507,10 @@ class Scheduler:
         lanes.num_computed[chunks.lanes], lanes.states.num_repeated[chunks.lanes] = chunks.ends, 0
         if self.running.states is not None:
             self.running.states.advance(chunks)
-        of_prompts = np.minimum(chunks.ends, lanes.num_prompt_tokens[chunks.lanes]) - chunks.starts
+        sizes = lanes.num_prompt_tokens[chunks.lanes]
+        of_prompts = np.minimum(chunks.ends, sizes) - np.minimum(chunks.starts, sizes)
         self.stats.computed_tokens += int((chunks.ends - chunks.starts).sum())
-        self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
+        self.stats.computed_prompt_tokens += int(of_prompts.sum())
 
     def publish(self, chunks: Chunks) -> None:
         """Publish the blocks that `chunks` filled, then release the blocks that have left an attention window.
@@ -505,19 +518,14 @@ class Scheduler:
         All tokens of the published blocks must be known to the host. Sequences that no longer hold blocks are skipped.
         """
         cache, size = self.cache, self.cache.block_size
-        filled = chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size))
-        self.running.lanes.deliver_for(filled)
-        for sequence, _, end in filled:
-            if sequence.table:
-                num_known = len(sequence.chain.entries)
-                cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
-                if self.routes is not None and sequence.routes is not None:
-                    _attach_routes(self.routes, sequence.chain.entries, num_known, sequence.routes, size)
+        filled = (chunks.ends - chunks.ends % size > chunks.starts).nonzero()[0]
+        if len(filled):
+            self._publish(chunks.take(filled))
         if self.running.states is not None:
             self.running.states.publish(chunks, cache.identity.is_current)
         if cache.tables.windowed:
             leaves = cache.tables.leaves_block(chunks.starts, chunks.ends)
-            for sequence, _, end in chunks.take(np.flatnonzero(leaves)):
+            for sequence, _, end in chunks.take(leaves.nonzero()[0]):
                 if sequence.table:
                     cache.tables.give_back(sequence.table, end)
 
@@ -583,6 +591,17 @@ class Scheduler:
         if self.routes is not None:
             self.routes.check_integrity(self.cache.entries)
 
+    def _publish(self, filled: Chunks) -> None:
+        """Publish the blocks that `filled` filled."""
+        cache = self.cache
+        self.running.lanes.deliver_for(filled)
+        for sequence, _, end in filled:
+            if sequence.table:
+                num_known = len(sequence.chain.entries)
+                cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
+                if self.routes is not None and sequence.routes is not None:
+                    _attach_routes(self.routes, sequence.chain.entries, num_known, sequence.routes, cache.block_size)
+
     def _decode(self, decoding: np.ndarray, plan: _Plan) -> np.ndarray:
         """Plan one token for each sequence in the lanes `decoding`, if enough blocks are free for all of them.
 
@@ -593,12 +612,12 @@ class Scheduler:
         if self.running.states is not None and self.running.states.cuts_decodes(decoding):
             return decoding
         lacking = decoding[lanes.num_computed[decoding] == lanes.num_blocks[decoding] * self.cache.block_size]
-        if len(lacking) > self.cache.tables.num_available:
-            return decoding
-        for sequence in lanes.sequences[lacking]:
-            self.running.extend(sequence, 1)
-        plan.sizes = dict.fromkeys(decoding.tolist(), 1)
-        plan.budget -= len(decoding)
+        if len(lacking):
+            if len(lacking) > self.cache.tables.num_available:
+                return decoding
+            for sequence in lanes.sequences[lacking]:
+                self.running.extend(sequence, 1)
+        plan.decode(decoding)
         return decoding[:0]
 
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:

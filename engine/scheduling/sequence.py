@@ -217,8 +217,9 @@ class Lanes(Counters):
     Each array has one element or row per lane. `num_blocks`: the number of blocks of the sequence, int64. `num_left`:
     the number of sequences that have left the lane, int64. `tables`: the block tables of each group, as an int64 array
     [capacity, blocks] that is padded with zeros. `sequences`: the sequence in the lane, or None. `is_decoding` (bool):
-    whether the sequence has decoded tokens and only one sample. `samples`, `draws`: the sample of a decoding sequence,
-    and the sample's `DRAW`. `deferred`: drawn tokens that the lane's sample and sequence have not received.
+    whether the sequence has decoded tokens and only one sample. `has_routes` (bool): whether the sequence records
+    routed experts. `samples`, `draws`: the sample of a decoding sequence, and the sample's `DRAW`. `deferred`: drawn
+    tokens that the lane's sample and sequence have not received.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
@@ -227,6 +228,7 @@ class Lanes(Counters):
         self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_groups)]
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
         self.is_decoding, self.draws = np.zeros(capacity, np.bool_), np.zeros(capacity, DRAW)
+        self.has_routes = np.zeros(capacity, np.bool_)
         self.deferred = Deferred(capacity)
         self._free = list(reversed(range(capacity)))
 
@@ -241,7 +243,7 @@ class Lanes(Counters):
         states.num_repeated[lane] = 0
         media = sequence.media
         self.shift[lane], self.media_end[lane] = (0, 0) if media is None else (media.shift, media.end)
-        self.num_blocks[lane] = 0
+        self.num_blocks[lane], self.has_routes[lane] = 0, sequence.routes is not None
         for table in self.tables:
             table[lane] = 0
         self.add_blocks(sequence)
@@ -331,8 +333,8 @@ class Lanes(Counters):
         """Append the deferred tokens of the sequences of `chunks` to the sequences and their samples. Later tokens may
         be deferred.
         """
-        held = self._holds(chunks)
-        for place in np.flatnonzero(held & (self.deferred.counts[chunks.lanes] > 0)).tolist():
+        is_behind = self._holds(chunks) & (self.deferred.counts[chunks.lanes] > 0)
+        for place in is_behind.nonzero()[0].tolist():
             self._deliver(chunks.sequences[place])
 
     def accept(self, decodes: Chunks, token_ids: np.ndarray, counts: np.ndarray, deferred: np.ndarray) -> None:
@@ -343,7 +345,7 @@ class Lanes(Counters):
         tokens of each sequence, which is at least 1. `deferred` (bool [N]): which sequences have one token, which
         `defer` has stored. A sequence that has left its lane since the step was planned also receives its tokens.
         """
-        sequences, lanes, last, places = decodes.sequences, decodes.lanes, token_ids, np.flatnonzero(~deferred)
+        sequences, lanes, last, places = decodes.sequences, decodes.lanes, token_ids, (~deferred).nonzero()[0]
         if len(token_ids) == len(sequences):
             for place, token_id in zip(places.tolist(), token_ids[places].tolist(), strict=True):
                 sequences[place].tokens.append(token_id)
@@ -356,14 +358,15 @@ class Lanes(Counters):
             lanes, last, counts = lanes[held], last[held], counts[held]
         self.last_token[lanes] = last
         self.num_tokens[lanes] += counts - self.has_unseen[lanes]
-        self.num_computed[lanes] += counts - 1
-        self.states.num_repeated[lanes] = counts - 1
+        if len(token_ids) > len(sequences):
+            self.num_computed[lanes] += counts - 1
+            self.states.num_repeated[lanes] = counts - 1  # otherwise 0 since `Scheduler.advance`
         self.has_unseen[lanes] = False
 
     @property
     def read_tokens(self) -> bool:
         """Return whether the edits of a decoding sample depend on its earlier tokens."""
-        return bool(self.draws["reads_tokens"][self.is_decoding].any())
+        return bool((self.draws["reads_tokens"] & self.is_decoding).any())
 
     def check(self, running: list[Sequence]) -> None:
         """Raise RuntimeError if a running sequence does not match its lane, or if any other lane is not free."""
@@ -441,10 +444,10 @@ def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
     """Before `chunks` are computed, return the samples and scores that will receive the chunks' results."""
     is_decoding = lanes.is_decoding[chunks.lanes]
     num_known = lanes.num_tokens[chunks.lanes]
-    places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))
+    places = (is_decoding & (chunks.ends >= num_known)).nonzero()[0]
     decodes = chunks if len(places) == len(chunks.lanes) else chunks.take(places)
     counts = (chunks.ends - num_known)[places] + 1
-    others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
+    others = [(i, chunks[i]) for i in (~is_decoding).nonzero()[0].tolist()]
     samples = lanes.samples[decodes.lanes].tolist()
     prompts = list[tuple[int, range]]()
     for i, chunk in others:

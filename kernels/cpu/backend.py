@@ -15,8 +15,7 @@ import ctypes
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from itertools import chain
+from itertools import accumulate
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
@@ -32,6 +31,7 @@ from ..contract import (
     FoldedHead,
     Layer,
     Mamba2Weights,
+    Memories,
     Memory,
     Norms,
     Pages,
@@ -73,6 +73,7 @@ CACHE_FORMATS = frozenset(cache_formats.CACHE_FORMATS)
 # The numbers of `CacheFormat` in native/common.h.
 CACHE_FORMAT_NUMBERS = {format.dtype: number for number, format in enumerate(cache_formats.CACHE_FORMATS.values(), 1)}
 _SECTION_BYTES = 32
+_LINE = 64 // torch.bfloat16.itemsize
 _SHARED_BYTES = {format.dtype: format.shared_bytes for format in cache_formats.CACHE_FORMATS.values()}
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
@@ -166,38 +167,35 @@ Stored: TypeAlias = PackedWeight | QuantizedWeight
 
 class PackedLayers(tuple[Layer, ...]):
     """Layers, with the storage of each tensor and the tensor's offset in that storage. Tensors may share a storage.
-    `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between a layer's
-    steps, in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta net.
+    `numbers`: an array of `LayerNumbers` (native/api.h). `width`: the row width of all buffers between a layer's steps,
+    except the last buffer, which receives the result. `starts`: where the row of each buffer would begin in a row of
+    all buffers, in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta net.
 
-    Addresses are not kept, since a storage's memory may be freed and allocated again elsewhere. Raise ValueError for a
+    The addresses are computed again when a storage's memory was freed and allocated elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.numbers = array("d", [number for layer in layers for number in _layer_numbers(layer)])
-        self.widths = [max(widths) for widths in zip(*map(_widths, layers), strict=True)]
+        widths = [max(widths) for widths in zip(*map(_widths, layers), strict=True)]
+        ends = [*accumulate(_whole_lines(width) for width in widths)]
+        self.starts, self.width = [0, *ends[:-2]], sum(ends[-2:-1])
         self.has_states = any(layer.spec.recurrent is not None for layer in layers)
         places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
         numbers: dict[torch.UntypedStorage | None, int] = {None: 0}
         self._owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
         self._offsets = torch.tensor([offset for _, offset in places])
-        self._indices = {storage: i for storage, i in numbers.items() if storage is not None}
-
-    @cached_property
-    def _storages(self) -> list[tuple[torch.UntypedStorage, Tensor]]:
-        """Each storage, with a mask of the tensors that lie there. If each tensor has a storage of its own, the masks
-        take memory proportional to the square of the number of tensors. The masks are therefore made only when the
-        layers are first computed.
-        """
-        return [(storage, (self._owners == i).long()) for storage, i in self._indices.items()]
+        self._storages = [storage for storage in numbers if storage is not None]
+        self._found: tuple[list[int], Tensor] = [], self._offsets
 
     def addresses(self) -> Tensor:
         """Return an int64 array of `LayerPointers` (native/api.h). The returned array is valid for one call of the
         kernel.
         """
-        addresses = self._offsets
-        for storage, lie_there in self._storages:
-            addresses = torch.add(addresses, lie_there, alpha=storage.data_ptr())
+        starts, addresses = self._found
+        if (now := [storage.data_ptr() for storage in self._storages]) != starts:
+            addresses = self._offsets + torch.tensor([0, *now])[self._owners]
+            self._found = now, addresses
         return addresses
 
 
@@ -292,7 +290,7 @@ def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
 
 
 def _widths(layer: Layer) -> tuple[int, ...]:
-    """Return `PackedLayers.widths` of one layer.
+    """Return the row widths of the buffers of one layer, in the order in which the kernel takes the buffers.
 
     The result has the widths of the following rows, in this order: the mixer's projected input, the projected input
     after a convolution, the gate of the mixer's output, the gates of a recurrence, the mixer's output, hidden states,
@@ -385,6 +383,11 @@ def _place(tensor: Tensor | None) -> tuple[torch.UntypedStorage | None, int]:
     return tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
 
 
+def _whole_lines(width: int) -> int:
+    """Return the least number of elements of any dtype that is at least `width` and fills whole cache lines."""
+    return -(-width // _LINE) * _LINE
+
+
 def _whole_panels(rows: int) -> int:
     return -(-rows // PANEL_ROWS) * PANEL_ROWS
 
@@ -431,15 +434,15 @@ def merge_into(out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) 
 
 
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
-    out = torch.empty(len(token_ids), weight.shape[1], dtype=weight.dtype)
-    ids = token_ids.contiguous()
-    inputs = ids.data_ptr(), len(ids), weight.pointer, *weight.shape
+    ids, count = token_ids.contiguous(), token_ids.shape[0]
+    out = torch.empty(count, weight.shape[1], dtype=weight.dtype)
+    inputs = ids.data_ptr(), count, weight.pointer, *weight.shape
     _library.embedding(get_num_threads(), _is_bfloat16(out), *inputs, out.data_ptr())
     return out
 
 
 def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     _library.rmsnorm(*_rows(x), weight.data_ptr(), norm.eps, norm.zero_centered, out.data_ptr())
     return out
 
@@ -447,7 +450,7 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
 def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     positions, inv_freq = positions.contiguous(), inv_freq.contiguous()
     rows, half = positions.shape[0], inv_freq.shape[0]
-    cosines, sines = (torch.empty(rows, half, dtype=torch.float32) for _ in range(2))
+    cosines, sines = torch.empty(rows, half, dtype=torch.float32), torch.empty(rows, half, dtype=torch.float32)
     inputs = positions.data_ptr(), rows, inv_freq.data_ptr(), half
     _library.rotation(get_num_threads(), *inputs, scale, cosines.data_ptr(), sines.data_ptr())
     return cosines, sines
@@ -705,20 +708,24 @@ def packed_layers(
     turns = [_contiguous(part) for rotation in rotations for part in rotation]
     starts, lens = array("q", pages[0].batch.query_starts), array("q", pages[0].batch.context_lens)
     ends = _contiguous(pages[0].batch.ends)
-    weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
+    places = memories.addresses if isinstance(memories, Memories) else Memories(memories).addresses
+    weights, turned = layers.addresses(), _addresses(turns)
     paged = array("Q", b"".join([numbers[id(page)].pointers for page in pages]))
     reads, writes = _slots(layers, states)
     record = _contiguous(routes)
-    buffers = [torch.empty(len(x), width, dtype=x.dtype) for width in layers.widths]
+    # One tensor holds all buffers except the result, since allocations take long.
+    buffers, out = torch.empty(x.shape[0] * layers.width, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    start, row = buffers.data_ptr(), x.shape[0] * x.itemsize
     _library.layers(
         *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), _address(paged), len(layers)),
         *(_address(turned), _block_size(layers, memories), len(lens), _address(starts), _address(lens)),
         _pointer(ends),
-        *(_pointer(reads), _pointer(writes), _pointer(record), *(buffer.data_ptr() for buffer in buffers), ranks),
+        *(_pointer(reads), _pointer(writes), _pointer(record)),
+        *(*[start + row * place for place in layers.starts], out.data_ptr(), ranks),
     )
     if routes is not None and record is not None and record is not routes:
         routes.copy_(record)
-    return buffers[-1]
+    return out
 
 
 class _PageNumbers:
@@ -746,7 +753,8 @@ def _block_size(layers: PackedLayers, memories: Sequence[Memory]) -> int:
 def next_tokens(
     hidden: Tensor, weight: PackedWeight, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return fold_sections(head_sections(hidden, weight, wanted, None, 0, head), wanted, None)[:3]
+    results = _empty_results(wanted.rows.shape[0], None)  # faster before the head, which displaces the host's caches
+    return _fold(head_sections(hidden, weight, wanted, None, 0, head), results)[:3]
 
 
 def next_token_statistics(
@@ -760,7 +768,7 @@ def head_sections(
     hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int | None, first: int, head: HeadSpec = PLAIN_HEAD
 ) -> tuple[Tensor, ...]:
     """Return the `SectionResult`s (native/api.h) as uint8 [M, sections, 32], and the top logits and their ids."""
-    hidden, count, (rows, columns) = hidden.contiguous(), len(wanted.rows), weight.shape
+    hidden, count, (rows, columns) = hidden.contiguous(), wanted.rows.shape[0], weight.shape
     inputs = (wanted.rows, wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions, wanted.targets)
     inputs = [column.contiguous() for column in inputs]
     sections = torch.empty(count, -(-rows // HEAD_SECTION), _SECTION_BYTES, dtype=torch.uint8)
@@ -768,27 +776,37 @@ def head_sections(
     _library.head_sections(
         *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), columns, weight.pointer, rows),
         *(head.scale, head.soft_cap or 0.0, first, count),
-        *(column.data_ptr() for column in inputs),
+        *map(Tensor.data_ptr, inputs),
         *(sections.data_ptr(), k is not None, k or 0, *map(_pointer, tops)),
     )
     return (sections,) if k is None else (sections, *cast(tuple[Tensor, Tensor], tops))
 
 
 def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
+    return _fold(found, _empty_results(found[0].shape[0], k))
+
+
+def _fold(found: Sequence[Tensor], results: FoldedHead) -> FoldedHead:
+    """Store what `fold_sections` returns in `results`, and return them."""
     sections, *tops = [each.contiguous() for each in found]
     values, ids = tops or (None, None)
-    count = len(sections)
-    tokens, logprobs, finite = (torch.empty(count, dtype=t) for t in (torch.int64, torch.float32, torch.bool))
-    entropy = None if k is None else torch.empty(count, dtype=torch.float32)
-    top_logprobs, top_ids = _empty_tops(count, k)
+    _, entropy, top_ids, top_logprobs = results.statistics or (None,) * 4
     _library.fold_sections(
-        *(get_num_threads(), count, sections.shape[1], sections.data_ptr()),
+        *(get_num_threads(), *sections.shape[:2], sections.data_ptr()),
         *(0 if values is None else values.shape[1], _pointer(values), _pointer(ids)),
-        *(column.data_ptr() for column in (tokens, logprobs, finite)),
-        *(k or 0, *map(_pointer, (entropy, top_ids, top_logprobs))),
+        *map(Tensor.data_ptr, results[:3]),
+        *(0 if top_ids is None else top_ids.shape[1], *map(_pointer, (entropy, top_ids, top_logprobs))),
     )
-    if entropy is None or top_ids is None or top_logprobs is None:
+    return results
+
+
+def _empty_results(rows: int, k: int | None) -> FoldedHead:
+    """Return uninitialized results of `fold_sections`."""
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+    finite, (top_logprobs, top_ids) = torch.empty(rows, dtype=torch.bool), _empty_tops(rows, k)
+    if top_logprobs is None or top_ids is None:
         return FoldedHead(tokens, logprobs, finite, None)
+    entropy = torch.empty(rows, dtype=torch.float32)
     return FoldedHead(tokens, logprobs, finite, TokenStatistics(logprobs, entropy, top_ids, top_logprobs))
 
 
@@ -869,7 +887,7 @@ def _pointer(x: Tensor | None) -> int | None:
 
 def _addresses(tensors: Iterable[Tensor | None]) -> array[int]:
     """Return the addresses of tensors as an array of pointers; null for None."""
-    return array("Q", [_pointer(tensor) or 0 for tensor in tensors])
+    return array("Q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def _address(numbers: array[Any]) -> int:

@@ -107,7 +107,7 @@ class ServedEngine(Protocol):
         ...
 
     def stats(self) -> Any:
-        """Return a dataclass of counters with `computed_tokens`, `num_running` and `num_waiting`."""
+        """Return a new frozen dataclass of counters with `computed_tokens`, `num_running` and `num_waiting`."""
         ...
 
     def memory(self) -> dict[str, int]:
@@ -231,11 +231,11 @@ Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 class Snapshot:
     """The state of the engine after its last step.
 
-    `stats`: lifetime counters. `memory`: bytes by tag. `progress_at`: time at which the engine last made progress, in
-    monotonic seconds.
+    `stats`: lifetime counters, as `ServedEngine.stats` returns them. `memory`: bytes by tag. `progress_at`: time at
+    which the engine last made progress, in monotonic seconds.
     """
 
-    stats: dict[str, Any]
+    stats: Any
     memory: dict[str, int]
     versions: Versions
     progress_at: float
@@ -340,9 +340,8 @@ class EngineThread(threading.Thread):
         self._publish(Ran(command, outputs, seconds))
 
     def _take_snapshot(self, engine: ServedEngine, made_progress: bool) -> None:
-        stats = dataclasses.asdict(engine.stats())
-        before = self.snapshot
-        if before is None or made_progress or stats["computed_tokens"] > before.stats["computed_tokens"]:
+        stats, before = engine.stats(), self.snapshot
+        if before is None or made_progress or stats.computed_tokens > before.stats.computed_tokens:
             progress_at = time.monotonic()
         else:
             progress_at = before.progress_at

@@ -80,7 +80,7 @@ class Vitals:
         snapshot, lifecycle = self._engine_thread.snapshot, self._control.lifecycle
         requests = {"open": len(self._book.ledger.open), "kept": len(self._book.ledger.kept)}
         if snapshot is not None:
-            requests |= {"running": snapshot.stats["num_running"], "waiting": snapshot.stats["num_waiting"]}
+            requests |= {"running": snapshot.stats.num_running, "waiting": snapshot.stats.num_waiting}
         return protocol.Health(
             id=id,
             state=lifecycle.state,
@@ -100,7 +100,7 @@ class Vitals:
     def stats(self, id: str = "metrics") -> protocol.Stats:
         """Return the lifetime counters."""
         snapshot = self._engine_thread.snapshot
-        engine = {} if snapshot is None else snapshot.stats
+        engine = {} if snapshot is None else dataclasses.asdict(snapshot.stats)
         return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._book.ledger.stats))
 
     def timings(self) -> Timings:

@@ -502,11 +502,11 @@ def test_edits_that_depend_on_no_token_are_built_once_per_request(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, edits = make_engine(tiny_llama), list[RowEdits | None]()
-    draw = executor_of(engine)._sampler.draw
+    prepared = executor_of(engine)._sampler.prepared
     monkeypatch.setattr(
         executor_of(engine)._sampler,
-        "draw",
-        lambda hidden, draws: edits.extend(map(draws.edits.get, range(len(draws)))) or draw(hidden, draws),
+        "prepared",
+        lambda draws, device: edits.extend(map(draws.edits.get, range(len(draws)))) or prepared(draws, device),
     )
     run(engine, [generate("r", tokens(20), n=3, max_tokens=6, min_tokens=4, stop_token_ids=[7, 9], temperature=2.0)])
     first, later = edits[: 3 * 4], edits[3 * 4 :]

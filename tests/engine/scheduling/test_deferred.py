@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trueroll.engine import pipeline
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import Output, SampleDelta
 from trueroll.engine.scheduling.deferred import MOST, Deferred
@@ -113,7 +114,10 @@ class Calls:
 
 @pytest.mark.usefixtures("steps_ahead")
 @pytest.mark.parametrize("settings", [{}, dict(num_blocks=10, max_num_seqs=6)], ids=["roomy", "preempts"])
-def test_deferred_tokens_change_no_output(tiny_llama: Path, settings: dict[str, Any]) -> None:
+def test_deferred_tokens_change_no_output(
+    tiny_llama: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_FEWEST_TO_DEFER", 1)
     num_recomputed = 0
     for seed in range(2):
         engines = [make_engine(tiny_llama, max_model_len=128, **settings) for _ in range(2)]

@@ -59,10 +59,15 @@ def test_packed_layers_are_made_of_contiguous_tensors() -> None:
     assert tuple(served.ops.new_layers([layer, layer])) == (layer, layer)
 
 
-def test_masks_of_storages_are_made_for_layers_that_are_computed() -> None:
-    """A model that is only described has a storage for each tensor, and may have a thousand layers."""
+def test_addresses_follow_storages_that_move() -> None:
     served = native([layer_spec()])
-    layers = served.ops.new_layers(make_layers(served, layer_spec()))
-    assert isinstance(layers, PackedLayers) and "_storages" not in vars(layers)
-    addresses = layers.addresses()
-    assert "_storages" in vars(layers) and torch.equal(layers.addresses(), addresses) and addresses.any()
+    (layer,) = make_layers(served, layer_spec())
+    layers, norm = served.ops.new_layers([layer]), layer.mixer_norms.before
+    assert isinstance(layers, PackedLayers) and norm is not None
+    before, start = layers.addresses(), norm.data_ptr()
+    assert layers.addresses() is before and start in before.tolist(), "premise"
+    storage = norm.untyped_storage()
+    storage.resize_(2 * storage.nbytes())
+    assert norm.data_ptr() != start, "premise"
+    moved = [norm.data_ptr() if address == start else address for address in before.tolist()]
+    assert layers.addresses().tolist() == moved
