@@ -140,10 +140,7 @@ class Ledger:
         if not sample.commits or sample.commits[-1][0] is not commit:
             sample.commits.append((commit, len(sample.token_ids)))
         sample.token_ids.append(token)
-        if sample.editor is not None:
-            sample.editor.append(token)
-        if sample.place is not None:
-            sample.place.token_ids.append(token)
+        sample.follow(token)
         if sample.logprobs is not None:
             sample.logprobs.append(drawn.logprobs[row])
         if sample.records is not None or sample.targets is not None or sample.kept is not None:
@@ -476,7 +473,7 @@ class Pipeline:
         starts = (counts.cumsum() - counts).tolist() if decodes.drafts else range(len(counts))
         taken = np.ones(len(counts), np.int64) if decodes.drafts else counts
         may_defer = len(counts) >= _FEWEST_TO_DEFER and self._drafting is None
-        deferred = self._defer(decodes, drawn)
+        deferred = self._defer(takers, drawn)
         for i in (~deferred).nonzero()[0].tolist():
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
@@ -498,15 +495,26 @@ class Pipeline:
                 lanes.allow_deferral(sequence)
         return taken, deferred, ended
 
-    def _defer(self, decodes: Chunks, drawn: Drawn) -> np.ndarray:
-        """Defer the draws on which nothing depends yet, and return which draws are deferred. Drafters read all tokens
-        before every step.
+    def _defer(self, takers: Takers, drawn: Drawn) -> np.ndarray:
+        """Defer the draws on which nothing depends yet, except edits, and return which draws are deferred. Drafters
+        read all tokens before every step.
         """
-        count, deferred = len(decodes), self._scheduler.running.lanes.deferred
-        if self._drafting is not None or not deferred.num_open:
+        decodes, lanes = takers.decodes, self._scheduler.running.lanes
+        count = len(decodes)
+        if self._drafting is not None or not lanes.deferred.num_open:
             return np.zeros(count, np.bool_)
         columns = drawn.token_ids, drawn.logprobs, drawn.is_finite
-        return self._scheduler.running.lanes.defer(decodes, *(column[:count] for column in columns))
+        deferred = lanes.defer(decodes, *(column[:count] for column in columns))
+        self._follow(takers, deferred, drawn)
+        return deferred
+
+    def _follow(self, takers: Takers, deferred: np.ndarray, drawn: Drawn) -> None:
+        """Make deferred draws known to what edits the next draws of their samples."""
+        decodes = takers.decodes
+        edits_end = self._scheduler.running.lanes.draws["edits_end"][decodes.lanes]
+        edited = (deferred & (decodes.ends + 1 < edits_end)).nonzero()[0]
+        for i, token_id in zip(edited.tolist(), drawn.token_ids[edited].tolist(), strict=True):
+            takers.samples[i].follow(token_id)
 
     def _accept(self, takers: Takers, counts: np.ndarray, deferred: np.ndarray, drawn: Drawn) -> None:
         """Append the accepted draws to each decoding sequence. `counts` (int64): the number of draws that each sequence

@@ -368,6 +368,26 @@ class TokenStatistics(NamedTuple):
     top_logprobs: Tensor
 
 
+@dataclass(frozen=True)
+class Edits:
+    """The edits and the targets of M requests to `edited_tokens`. All tensors are on the host.
+
+    `entries` (uint8 [E, 16]): the edits of single logits, each an `ENTRY` of `kernels.edits`. Request i owns the
+    entries [starts[i], starts[i + 1]), each for another token. `penalties` (float32 [M, 3]): as in `RowEdits`.
+    `masked_rows` (int64 [N]), `masks` (int32 [N, ceil(V / MASK_BITS)]): as `rows` and `masks` of `mask_logits`.
+    `targets` (int64 [K]): tokens whose log-probs are computed. Request i owns the targets [target_starts[i],
+    target_starts[i + 1]). `starts`, `target_starts`: int64 [M + 1].
+    """
+
+    starts: Tensor
+    entries: Tensor
+    penalties: Tensor
+    masked_rows: Tensor
+    masks: Tensor
+    target_starts: Tensor
+    targets: Tensor
+
+
 class FoldedHead(NamedTuple):
     """The results of `next_tokens`, and the statistics if they were requested."""
 
@@ -480,13 +500,14 @@ class Backend(Protocol):
     latent attention. FORMATS: the names of the formats of quantized matrices that the backend stores. The embeddings,
     the head, routers, the scores of shared experts, and the matrices of `head_linear` are never quantized.
     CACHE_FORMATS: the names of the formats (`kernels.cache_formats`) in which the backend stores keys and values as
-    codes. A backend with such formats also HOLDS_VALUES.
+    codes. A backend with such formats also HOLDS_VALUES. FUSES_EDITS: whether the backend is an `EditingBackend`.
     """
 
     HEAD_SECTION: int
     HOLDS_VALUES: bool
     FORMATS: frozenset[str]
     CACHE_FORMATS: frozenset[str]
+    FUSES_EDITS: bool
 
     def instruction_set(self) -> str:
         """Return the instruction set or GPU architecture that the backend uses, for logs and health."""
@@ -925,5 +946,43 @@ class Backend(Protocol):
         function of the row's seed, the row's position and the vocabulary id. `seeds` (the bits of unsigned 64-bit
         numbers) and `positions` are int64 [M]. Raises no error. A token with logit -inf is drawn only if the whole row
         is -inf. A row with NaN gives an arbitrary id.
+        """
+        ...
+
+
+class EditingBackend(Backend, Protocol):
+    """A backend that can edit logits and read the logits of targets while it computes the logits, and can record which
+    tokens filters keep.
+    """
+
+    def edited_tokens(
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        wanted: Wanted,
+        edits: Edits,
+        k: int | None,
+        head: HeadSpec = PLAIN_HEAD,
+    ) -> tuple[FoldedHead, Tensor]:
+        """Return the results of `next_tokens`, or of `next_token_statistics` if `k` is not None, for edited logits, and
+        the log-probs of `Edits.targets` (float32 [K]).
+
+        The op fuses `lm_head`, the edits, division by the temperature, the choice of a token, `log_probs` and
+        `token_statistics`. With `Wanted.raw`, log-probs are computed from the edited logits.
+        """
+        ...
+
+    def filter_recorded(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Like `filter_logits`, but return a record of each row: (kept tokens, sums before the filters).
+
+        The kept tokens are uint8 [M, ceil(V / 8)], with a bit for each token, the lowest bit first. A bit is 0 for a
+        token with logit -inf. If no token has logit -inf, all bits are 0. The sums, for `log_probs_of`, are float32 [M,
+        2].
+        """
+        ...
+
+    def log_probs_of(self, logits: Tensor, sums: Tensor) -> Tensor:
+        """Return the log-probs of logits (float32 [M]), each from a row with the given sums of `filter_recorded`. The
+        result is float32 [M], with the bits of `log_probs` of the whole row.
         """
         ...

@@ -20,21 +20,26 @@ Temperature and filters come after the edits, and do not belong to this module.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .contract import MASK_BITS, Backend
+from .contract import MASK_BITS, Backend, Edits
 from .transfer import all_to_device
 
-# A token, its bias, whether it ends a sample, how often it occurs in the sample, and whether it occurs at all.
-ENTRY = np.dtype([("token_id", "i8"), ("count", "i8"), ("bias", "f4"), ("ends", "?"), ("occurs", "?")], align=True)
+# A token, how often it occurs in the sample, its bias, whether it ends a sample, and whether it occurs at all. As
+# `LogitEdit` in cpu/native/api.h.
+ENTRY = np.dtype([("token_id", "i4"), ("count", "i4"), ("bias", "f4"), ("ends", "?"), ("occurs", "?")], align=True)
+# An entry as int32 numbers: their number, the places of the count and of the flags, and the flag `occurs`.
+_NUMBERS, _COUNT, _FLAGS = 4, 1, 3
+_OCCURS = int(np.frombuffer(np.array((0, 0, 0, False, True), ENTRY).tobytes(), np.int32)[_FLAGS])
 
 
 class Edited(Protocol):
@@ -75,15 +80,21 @@ _NONE = np.array([1.0, 0.0, 0.0], np.float32)  # penalties that change nothing
 class RowEdits:
     """The changes of one row of logits.
 
-    `entries` (`ENTRY` [E]): the tokens with changed logits, each once. A `bias` of -inf bans a token. `occurs` tells
-    whether a token occurs in prompt or sample, and `count` how often it occurs in the sample. `penalties` (float32
+    `content`: the bytes of `entries`, because bytes are faster to copy and to join than arrays. `penalties` (float32
     [3]): for repetition, presence and frequency. `mask` (int32 [ceil(V / 32)]): a bit for each token of the vocabulary,
     the lowest bit first; tokens without their bit get the logit -inf. `mask` is None if all tokens are allowed.
     """
 
-    entries: np.ndarray
+    content: bytes
     penalties: np.ndarray
     mask: np.ndarray | None
+
+    @property
+    def entries(self) -> np.ndarray:
+        """The tokens with changed logits, each once: `ENTRY` [E], read-only. A `bias` of -inf bans a token. `occurs`
+        tells whether a token occurs in prompt or sample, and `count` how often it occurs in the sample.
+        """
+        return np.frombuffer(self.content, ENTRY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +181,7 @@ class Rules:
         copied = entries.copy()
         if bans is not None:
             copied["bias"][bans] = -np.inf
-        return RowEdits(copied, self.penalties, self.mask)
+        return RowEdits(copied.tobytes(), self.penalties, self.mask)
 
 
 def mask_of(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -202,17 +213,25 @@ class Editor:
         if self._table is not None:
             self._table.count(token)
 
-    def row(self) -> RowEdits:
-        """Return the edits of the next token. Later changes of the editor do not affect the result."""
+    def row(self, mask: np.ndarray | None = None) -> RowEdits:
+        """Return the edits of the next token. Later changes of the editor do not affect the result. `mask`: the
+        grammar's mask of the next token (`RowEdits.mask`), if the rules have a grammar.
+        """
+        row = self._row()
+        return row if mask is None else _masked(row, mask)
+
+    def _row(self) -> RowEdits:
         rules, is_short = self.rules, self._num_new < self.rules.min_tokens
         if self._table is None and not rules.bad:
             return rules.while_short if is_short else rules.afterwards
-        entries = rules.named if self._table is None else self._table.entries
-        bans = entries["ends"] if is_short else None
-        if rules.bad and (completed := self._completed()):
-            ends = np.isin(entries["token_id"], completed)
-            bans = ends if bans is None else bans | ends
-        return rules.row(entries, bans)
+        completed = self._completed() if rules.bad else []
+        if not is_short and not completed:
+            return (
+                rules.afterwards if self._table is None else RowEdits(self._table.content, rules.penalties, rules.mask)
+            )
+        entries = rules.named if self._table is None else np.frombuffer(self._table.content, ENTRY)
+        bans = np.isin(entries["token_id"], completed)
+        return rules.row(entries, bans | entries["ends"] if is_short else bans)
 
     def rows(self, following: Sequence[int], masks: np.ndarray | None = None) -> list[RowEdits]:
         """Return the edits of the next token, and of the token after each of the `following` tokens. The editor does
@@ -242,7 +261,7 @@ class Editor:
 
 def _masked(row: RowEdits, mask: np.ndarray) -> RowEdits:
     """Return the edits of a row, with a grammar's mask."""
-    return replace(row, mask=mask if row.mask is None else row.mask & mask)
+    return RowEdits(row.content, row.penalties, mask if row.mask is None else row.mask & mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,36 +288,40 @@ class EditedText:
 
 
 class _Table:
-    """Entries for the tokens that a request names and for the tokens that occur in prompt or sample."""
+    """Entries for the tokens that a request names and for the tokens that occur in prompt or sample.
+
+    The entries are stored as an array of int32, because a step changes a few numbers of many tables, and numpy takes
+    several times as long for a number as an array does.
+    """
 
     def __init__(self, named: np.ndarray, prompt: np.ndarray, sample: np.ndarray) -> None:
         others = np.setdiff1d(np.concatenate((prompt, sample)), named["token_id"])
-        self._entries = np.concatenate((named, np.zeros(len(others), ENTRY)))
-        self._entries["token_id"][len(named) :] = others
-        self._size, ids = len(self._entries), self._entries["token_id"].tolist()
+        entries = np.concatenate((named, np.zeros(len(others), ENTRY)))
+        entries["token_id"][len(named) :] = others
+        ids = entries["token_id"].tolist()
         self._places = {token: place for place, token in enumerate(ids)}
         found, counts = np.unique(sample, return_counts=True)
-        self._entries["count"][[self._places[token] for token in found.tolist()]] = counts
-        self._entries["occurs"] = np.isin(ids, prompt) | (self._entries["count"] > 0)
+        entries["count"][[self._places[token] for token in found.tolist()]] = counts
+        entries["occurs"] = np.isin(ids, prompt) | (entries["count"] > 0)
+        self._numbers = array("i", entries.tobytes())
 
     @property
-    def entries(self) -> np.ndarray:
-        return self._entries[: self._size]
+    def content(self) -> bytes:
+        """The bytes of the entries."""
+        return self._numbers.tobytes()
 
     def count(self, token: int) -> None:
         """Count a token of the sample."""
-        place = self._places.setdefault(token, self._size)
-        if place == self._size:
-            if place == len(self._entries):
-                self._entries = np.concatenate((self._entries, np.zeros(max(16, place), ENTRY)))
-            self._entries["token_id"][place] = token
-            self._size += 1
-        self._entries["count"][place] += 1
-        self._entries["occurs"][place] = True
+        place = self._places.setdefault(token, len(self._places))
+        numbers, first = self._numbers, place * _NUMBERS
+        if first == len(numbers):
+            numbers.extend((token, 0, 0, 0))
+        numbers[first + _COUNT] += 1
+        numbers[first + _FLAGS] |= _OCCURS
 
     def copied(self) -> _Table:
         other = copy(self)
-        other._entries, other._places = self._entries.copy(), dict(self._places)
+        other._numbers, other._places = self._numbers[:], dict(self._places)
         return other
 
 
@@ -347,11 +370,11 @@ class _Entries(NamedTuple):
     @classmethod
     def of(cls, rows: Mapping[int, RowEdits], logits: Tensor) -> _Entries | None:
         """Return the changed logits of rows of `logits` [M, V]; None if only masks change logits."""
-        sizes = [len(each.entries) for each in rows.values()]
+        sizes = [len(each.content) // ENTRY.itemsize for each in rows.values()]
         if not sum(sizes):
             return None
-        entries = _joined([each.entries for each in rows.values()])
-        penalties = _joined([each.penalties for each in rows.values()]).reshape(-1, len(_NONE))
+        entries = _joined([each.content for each in rows.values()], ENTRY)
+        penalties = _joined([each.penalties for each in rows.values()], np.float32).reshape(-1, len(_NONE))
         are_equal = bool((penalties == penalties[0]).all())
         columns = [
             np.repeat(np.array([*rows], np.int64) * logits.shape[1], sizes) + entries["token_id"],
@@ -377,11 +400,38 @@ class _Entries(NamedTuple):
         return torch.where(self.occurs, slope, 1.0)
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the result of `np.concatenate` for one or more contiguous arrays, but compute it many times faster for
-    structured dtypes.
+def packed_edits(rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray], count: int, vocab_size: int) -> Edits:
+    """Return the edits and the targets (int64 [K]) of `count` requests as tensors. The keys are indices of requests."""
+    sizes, num_targets, penalties = np.zeros(count, np.int64), np.zeros(count, np.int64), np.tile(_NONE, (count, 1))
+    if rows:
+        sizes[[*rows]] = [len(each.content) // ENTRY.itemsize for each in rows.values()]
+        penalties[[*rows]] = _joined([each.penalties for each in rows.values()], np.float32).reshape(-1, len(_NONE))
+    if targets:
+        num_targets[[*targets]] = [len(ids) for ids in targets.values()]
+    masks = {row: each.mask for row, each in rows.items() if each.mask is not None}
+    in_order = [rows[row].content for row in sorted(rows)]
+    columns = (
+        _starts(sizes),
+        _joined(in_order, np.uint8).reshape(-1, ENTRY.itemsize),
+        penalties,
+        np.array([*masks], np.int64),
+        _joined([*masks.values()], np.int32).reshape(len(masks), -(-vocab_size // MASK_BITS)),
+        _starts(num_targets),
+        _joined([targets[row] for row in sorted(targets)], np.int64),
+    )
+    return Edits(*map(torch.from_numpy, columns))
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """Return where each of several adjacent parts begins, and the end of the last part. `sizes`: int64 [N]."""
+    return np.concatenate((np.zeros(1, np.int64), sizes.cumsum()))
+
+
+def _joined(parts: Sequence[np.ndarray] | Sequence[bytes], dtype: Any) -> np.ndarray:
+    """Return the content of contiguous arrays or of bytes as one array. Many times faster than `np.concatenate` for
+    small arrays.
     """
-    return np.frombuffer(b"".join([array.data for array in arrays]), arrays[0].dtype)
+    return np.frombuffer(bytearray().join(parts), dtype)
 
 
 def _apply_masks(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> None:

@@ -339,6 +339,8 @@ class RankedHead:
     part.
     """
 
+    FUSES_EDITS = False
+
     def __init__(self, backend: Backend, exchange: Exchange, first_id: int) -> None:
         self.backend, self.exchange, self._first_id = backend, exchange, first_id
         self._widths = dict[tuple[object, ...], list[int]]()

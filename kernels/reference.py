@@ -76,6 +76,7 @@ SAMPLE_TILE = 8
 LOGITS_TILE = 64
 HEAD_SECTION = COLUMN_TILE
 HOLDS_VALUES = False
+FUSES_EDITS = False
 FORMATS = frozenset(name for name, format in ALL_FORMATS.items() if format.activations)
 CACHE_FORMATS: frozenset[str] = frozenset()
 MERGE_TILE = 2**16

@@ -177,9 +177,18 @@ class OpenSample:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token that does not end the sample changes nothing but `token_ids` and `logprobs`."""
+        """Whether a token that does not end the sample changes nothing but `token_ids`, `logprobs` and what `follow`
+        changes.
+        """
         records_nothing = self.kept is None and self.records is None and self.targets is None and self.num_told is None
-        return records_nothing and self.editor is None and self.place is None and self.stop_strings is None
+        return records_nothing and self.stop_strings is None
+
+    def follow(self, token_id: int) -> None:
+        """Make a drawn token known to what edits the logits of the next token."""
+        if self.editor is not None:
+            self.editor.append(token_id)
+        if self.place is not None:
+            self.place.token_ids.append(token_id)
 
     @property
     def record_bytes(self) -> int:

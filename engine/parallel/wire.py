@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
-from ...kernels.edits import ENTRY, EditedText, RowEdits, Rules
+from ...kernels.edits import EditedText, RowEdits, Rules
 from ..grammars.source import Grammar
 from ..media import ImageInput
 from ..outputs.open_requests import DRAW
@@ -34,7 +34,7 @@ _SENT = (
 )
 _CLASSES: dict[str, Any] = {each.__name__: each for each in _SENT}
 _PLAIN = "int64", "int32", "uint8", "float32", "bool"
-_DTYPES = {"draw": DRAW, "entry": ENTRY} | {name: np.dtype(name) for name in _PLAIN}
+_DTYPES = {"draw": DRAW} | {name: np.dtype(name) for name in _PLAIN}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 

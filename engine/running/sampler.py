@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
-from ...kernels.edits import edit_
+from ...kernels.contract import SAMPLE, Backend, EditingBackend, TokenStatistics, Wanted, Weight
+from ...kernels.edits import edit_, packed_edits
 from ...kernels.specs import HeadSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
@@ -135,12 +135,14 @@ class Sampler:
     products become logits.
 
     Rows that have neither filters nor edits nor targets are drawn by `next_tokens`, or by `next_token_statistics` if
-    they have `top_logprobs`. `next_tokens` and `next_token_statistics` do not store the logits. Rows with filters,
-    edits or targets are drawn by several separate ops.
+    they have `top_logprobs`. `next_tokens` and `next_token_statistics` do not store the logits, and neither does
+    `edited_tokens`, which draws most rows with edits or targets if the backend `FUSES_EDITS`. Other rows are drawn by
+    several separate ops.
     """
 
     def __init__(self, backend: Backend, head: Weight, spec: HeadSpec) -> None:
         self.ops, self.head, self.spec = backend, head, spec
+        self._editing = cast(EditingBackend, backend) if backend.FUSES_EDITS else None
 
     def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         """Draw the tokens of `draws`, which must not be empty. `hidden`: [M, hidden_size]."""
@@ -158,7 +160,7 @@ class Sampler:
     def _draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         num_tops = draws.records["num_tops"]
         k = int(num_tops.max())  # draws that list fewer than k tokens use the first ones
-        whole, processed, plain = _sorted_by_kind(draws)
+        whole, processed, plain = self._sorted_by_kind(draws)
         targets, kept, parts = list[_Targets](), list[_Kept](), list[_Part]()
         for part in _cut(processed):
             result, found, of_part, kept_of_part = self._draw_processed(hidden, draws.take(part), k)
@@ -166,12 +168,18 @@ class Sampler:
             targets += [(part[places].tolist(), log_probs) for places, log_probs in of_part]
             kept += [(part[places].tolist(), bits, log_mass) for places, bits, log_mass in kept_of_part]
         if len(whole):
-            parts.insert(0, self._draw_recorded(hidden, draws.take(whole), k))
+            result, found, of_part = self._draw_fused(hidden, _taken(draws, whole), k)
+            parts.insert(0, (result, found))
+            targets += [(whole[places].tolist(), log_probs) for places, log_probs in of_part]
         results = [result for result, _ in parts]
         if len(plain):
-            results.append(self.next_tokens(hidden, make_wanted(draws.take(plain), hidden.device)))
-        order = _tensor(np.argsort(np.concatenate((whole, processed, plain))), hidden)
-        columns = [torch.cat(column)[order] for column in zip(*results, strict=True)]
+            result, _, of_part = self._draw_fused(hidden, _taken(draws, plain), None)
+            results.append(result)
+            targets += [(plain[places].tolist(), log_probs) for places, log_probs in of_part]
+        columns = [*results[0]]
+        if len(results) > 1:
+            order = _tensor(np.argsort(np.concatenate((whole, processed, plain))), hidden)
+            columns = [torch.cat(column)[order] for column in zip(*results, strict=True)]
         with_statistics = np.concatenate((whole, processed))
         recorded = list(zip(with_statistics.tolist(), num_tops[with_statistics].tolist(), strict=True))
         statistics = [found for _, found in parts if found is not None]
@@ -239,10 +247,37 @@ class Sampler:
             unfiltered = scaled.clone() if rows.has_mask else scaled
             yield part, unfiltered, self._filter(scaled, np.array([record] * len(scaled), DRAW))
 
-    def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
-        wanted = make_wanted(draws, hidden.device)
-        token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k, self.spec)
-        return (token_ids, found.logprobs, finite), found
+    def _sorted_by_kind(self, draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sort draws into three groups, and return the indices of the draws in each group. The groups are: draws with
+        statistics that need no stored logits, draws that need stored logits, and other draws.
+        """
+        records = draws.records
+        is_stored = records["has_filters"] | records["has_targets"] | draws.is_edited
+        if self._editing is not None:
+            # Logits before and after edits are needed if log-probs have another basis, and edited logits for kept sets.
+            keeps = (records["basis"] != BASES.index("processed")) | records["has_mask"]
+            is_stored = records["has_filters"] | (draws.is_edited & keeps)
+        has_statistics = ~is_stored & (records["num_tops"] >= 0)
+        groups = has_statistics, is_stored, ~is_stored & ~has_statistics
+        whole, processed, plain = map(np.flatnonzero, groups)
+        return whole, processed, plain
+
+    def _draw_fused(
+        self, hidden: Tensor, draws: Draws, k: int | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None, list[_Targets]]:
+        """Draw tokens without stored logits. Also compute statistics if `k` is not None, and the log-probs of
+        targets.
+        """
+        wanted, head = make_wanted(draws, hidden.device), self.head
+        if draws.edits or draws.targets:
+            assert self._editing is not None
+            edits = packed_edits(draws.edits, draws.targets, len(draws), head.shape[0])
+            folded, of_targets = self._editing.edited_tokens(hidden, head, wanted, edits, k, self.spec)
+            return folded[:3], folded.statistics, _cut_targets(draws.targets, of_targets) if draws.targets else []
+        if k is None:
+            return self.next_tokens(hidden, wanted), None, []
+        token_ids, found, finite = self.ops.next_token_statistics(hidden, head, wanted, k, self.spec)
+        return (token_ids, found.logprobs, finite), found, []
 
     def _draw_processed(
         self, hidden: Tensor, draws: Draws, k: int
@@ -256,8 +291,12 @@ class Sampler:
         edited = edit_(self.ops, raw if is_one else raw.clone(), draws.edits)
         scaled = _scaled(edited, wanted, draws, out=edited)
         is_dropped = draws.records["has_mask"] & draws.records["has_filters"]
-        unfiltered = scaled.clone() if is_dropped.any() else scaled
-        processed = self._filter(scaled, draws.records)
+        recorded, processed, unfiltered = None, scaled, scaled
+        if self._editing is not None and is_dropped.all():
+            recorded = self._editing.filter_recorded(scaled, *_filters(draws.records, scaled))
+        else:
+            unfiltered = scaled.clone() if is_dropped.any() else scaled
+            processed = self._filter(scaled, draws.records)
         token_ids = self._choose(processed, draws.records, wanted)
         basis = processed if is_one else _basis(raw, processed, wanted, draws)
         found = None if k < 0 else self.ops.token_statistics(basis, token_ids, k)
@@ -267,7 +306,11 @@ class Sampler:
         for places in _of_equal_length(draws.targets):
             ids = np.stack([draws.targets[i] for i in places])
             targets.append((places, self._target_log_probs(basis[_tensor(places, basis)], ids)))
-        kept = self._kept(unfiltered, processed, token_ids, logprobs if is_one else None, draws)
+        of_processed = logprobs if is_one else None
+        if recorded is None:
+            kept = self._kept(unfiltered, processed, token_ids, of_processed, draws)
+        else:
+            kept = self._recorded(*recorded, processed, token_ids, of_processed)
         return (token_ids, logprobs, finite), found, targets, kept
 
     def _kept(
@@ -287,6 +330,18 @@ class Sampler:
         log_mass = self.ops.log_probs(unfiltered, token_ids) - logprobs
         return [(places.tolist(), packed_bits(processed), log_mass)]
 
+    def _recorded(
+        self, bits: Tensor, sums: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None
+    ) -> list[_Kept]:
+        """Return which tokens could be drawn, if `filter_recorded` recorded `bits` and `sums` of all draws. Filters do
+        not change the logit of a token that they keep. `logprobs`: as in `_kept`.
+        """
+        assert self._editing is not None
+        if logprobs is None:
+            logprobs = self.ops.log_probs(processed, token_ids)
+        logits = processed.gather(1, token_ids[:, None]).squeeze(1)
+        return [(list(range(len(bits))), bits, self._editing.log_probs_of(logits, sums) - logprobs)]
+
     def _choose(self, processed: Tensor, records: np.ndarray, wanted: Wanted) -> Tensor:
         """Return a token for each row of logits: the token with the highest logit, or a random one."""
         sampled = np.flatnonzero(records["target"] == SAMPLE)
@@ -305,17 +360,18 @@ class Sampler:
         chosen = np.flatnonzero(records["has_filters"])
         if not len(chosen):
             return scaled
-        filters = records[chosen]
-        columns = (
-            _tensor(filters["top_k"], scaled),
-            _tensor(filters["top_p"], scaled, torch.float32),
-            _tensor(filters["min_p"], scaled, torch.float32),
-        )
+        columns = _filters(records[chosen], scaled)
         if len(chosen) == len(records):
             return self.ops.filter_logits(scaled, *columns)
         rows = _tensor(chosen, scaled)
         scaled[rows] = self.ops.filter_logits(scaled[rows], *columns)
         return scaled
+
+
+def _filters(records: np.ndarray, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `top_k`, `top_p` and `min_p` of draws, as in `filter_logits`, on the device of `like`."""
+    top_p, min_p = (_tensor(records[name], like, torch.float32) for name in ("top_p", "min_p"))
+    return _tensor(records["top_k"], like), top_p, min_p
 
 
 def packed_bits(logits: Tensor) -> Tensor:
@@ -394,12 +450,18 @@ def _of_equal_length(targets: Mapping[int, np.ndarray]) -> list[list[int]]:
     return [[i for i, found in lengths.items() if found == length] for length in sorted({*lengths.values()})]
 
 
-def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort draws into three groups, and return the indices of the draws in each group. The groups are: draws with
-    statistics that do not need their logits, draws that need their logits, and plain draws.
-    """
-    is_cut, is_plain = draws.is_cut, draws.is_plain
-    return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)
+def _taken(draws: Draws, places: np.ndarray) -> Draws:
+    """Return the draws at the given indices, which are ascending."""
+    return draws if len(places) == len(draws) else draws.take(places)
+
+
+def _cut_targets(targets: Mapping[int, np.ndarray], log_probs: Tensor) -> list[_Targets]:
+    """Divide the log-probs of all targets (float32 [K]) by draws. `targets`: for each draw, its targets."""
+    places = sorted(targets)
+    lengths = [len(targets[place]) for place in places]
+    if len({*lengths}) == 1:
+        return [(places, log_probs.view(len(places), -1))]
+    return [([place], found[None]) for place, found in zip(places, log_probs.split(lengths), strict=True)]
 
 
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:

@@ -18,7 +18,7 @@ import numpy as np
 from ...kernels.contract import NO_SLOT
 from ...kernels.edits import EditedText, RowEdits
 from ..cache.host_tier import Copies
-from ..outputs.open_requests import DRAW, OpenScore
+from ..outputs.open_requests import DRAW, OpenSample, OpenScore
 from ..request import Distribution
 from ..scheduling.media import ImageRows
 from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
@@ -49,17 +49,11 @@ class Draws:
     targets: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @cached_property
-    def is_cut(self) -> np.ndarray:
-        """A mask of the draws that need their logits, for edits, filters or targets: bool [R]."""
-        is_cut = self.records["has_filters"] | self.records["has_targets"]
-        if self.edits:
-            is_cut[list(self.edits)] = True
-        return is_cut
-
-    @cached_property
-    def is_plain(self) -> np.ndarray:
-        """A mask of the draws that have neither edits nor filters nor records besides log-probs: bool [R]."""
-        return ~self.is_cut & ~self.records["is_special"]
+    def is_edited(self) -> np.ndarray:
+        """A mask of the draws with edits: bool [R]."""
+        is_edited = np.zeros(len(self), np.bool_)
+        is_edited[list(self.edits)] = True
+        return is_edited
 
     @property
     def are_plain(self) -> bool:
@@ -327,6 +321,8 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
 
 def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Takers) -> dict[int, RowEdits]:
     """Return the edits of the draws with the indices `edited`. `owners`: for each draw, the index of its sample."""
+    if not chunks.drafts:
+        return {place: _next_edits(takers.samples[owners[place]]) for place in edited.tolist()}
     edits, of_samples = dict[int, RowEdits](), dict[int, list[int]]()
     for place, owner in zip(edited.tolist(), owners[edited].tolist(), strict=True):
         of_samples.setdefault(owner, []).append(place)
@@ -334,10 +330,16 @@ def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Taker
         sample = takers.samples[owner]
         editor, masks = sample.editor, None if sample.place is None else sample.place.masks
         assert editor is not None
-        drafts = chunks.drafts.get(int(chunks.lanes[takers.places[owner]]), ()) if chunks.drafts else ()
+        drafts = chunks.drafts.get(int(chunks.lanes[takers.places[owner]]), ())
         rows = editor.rows(drafts, masks)
         edits |= zip(places, rows, strict=False)  # the edits of min_tokens may end before the last draft
     return edits
+
+
+def _next_edits(sample: OpenSample) -> RowEdits:
+    """Return the edits of a sample's next token."""
+    assert sample.editor is not None
+    return sample.editor.row(None if sample.place is None else sample.place.masks[0])
 
 
 def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:

@@ -1,9 +1,9 @@
 """Tokens that samples have drawn but not received yet.
 
-Most tokens change nothing but the lists of their sample: they neither end the sample nor are streamed, decoded or
-recorded. With thousands of samples, visiting each sample in every step takes longer than all other work of the host.
-`Deferred` therefore stores such tokens in arrays, and a sample receives several tokens at once. `Lanes` decides when:
-before anything reads the tokens of the sample or of its sequence.
+Most tokens change nothing but the lists of their sample, and what edits its next logits: they neither end the sample
+nor are streamed, decoded or recorded. With thousands of samples, visiting each sample in every step takes longer than
+all other work of the host. `Deferred` therefore stores such tokens in arrays, and a sample receives several tokens at
+once. `Lanes` decides when: before anything reads the tokens of the sample or of its sequence.
 
 Owns the stored tokens. Does not know samples and sequences.
 """

@@ -27,6 +27,7 @@ from ..contract import (
     AttentionWeights,
     Backend,
     DeltaNetWeights,
+    Edits,
     ExpertsWeights,
     FoldedHead,
     Layer,
@@ -68,6 +69,7 @@ from .quantized import FORMAT_NUMBERS, PANEL_ROWS, QuantizedWeight, check_rows
 
 HEAD_SECTION = 512
 HOLDS_VALUES = True
+FUSES_EDITS = True
 FORMATS = frozenset(FORMAT_NUMBERS)
 CACHE_FORMATS = frozenset(cache_formats.CACHE_FORMATS)
 # The numbers of `CacheFormat` in native/common.h.
@@ -764,8 +766,38 @@ def next_token_statistics(
     return token_ids, cast(TokenStatistics, found), finite
 
 
+def edited_tokens(
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, edits: Edits, k: int | None, head: HeadSpec = PLAIN_HEAD
+) -> tuple[FoldedHead, Tensor]:
+    given = _HeadEdits(edits)
+    sections = head_sections(hidden, weight, wanted, k, 0, head, given)
+    return fold_sections(sections, wanted, k, given), given.target_logprobs
+
+
+class _HeadEdits:
+    """The values of `HeadEdits` in native/api.h. The values are valid as long as this object lives. `address`: of the
+    values. `target_logprobs`: float32 [K], receives the log-probs of the targets.
+    """
+
+    def __init__(self, edits: Edits) -> None:
+        self.target_logprobs = torch.empty(len(edits.targets), dtype=torch.float32)
+        columns = edits.starts, edits.entries, edits.penalties, edits.masked_rows, edits.masks
+        targets = edits.target_starts, edits.targets, torch.empty_like(self.target_logprobs)
+        self._tensors = [column.contiguous() for column in (*columns, *targets)]
+        pointers = [column.data_ptr() for column in self._tensors]
+        sizes = edits.masks.shape
+        self._values = array("q", [*pointers[:4], sizes[0], pointers[4], sizes[1], *pointers[5:]])
+        self.address = _address(self._values)
+
+
 def head_sections(
-    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int | None, first: int, head: HeadSpec = PLAIN_HEAD
+    hidden: Tensor,
+    weight: PackedWeight,
+    wanted: Wanted,
+    k: int | None,
+    first: int,
+    head: HeadSpec = PLAIN_HEAD,
+    edits: _HeadEdits | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the `SectionResult`s (native/api.h) as uint8 [M, sections, 32], and the top logits and their ids."""
     hidden, count, (rows, columns) = hidden.contiguous(), wanted.rows.shape[0], weight.shape
@@ -777,16 +809,18 @@ def head_sections(
         *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), columns, weight.pointer, rows),
         *(head.scale, head.soft_cap or 0.0, first, count),
         *map(Tensor.data_ptr, inputs),
-        *(sections.data_ptr(), k is not None, k or 0, *map(_pointer, tops)),
+        *(sections.data_ptr(), k is not None, k or 0, *map(_pointer, tops), edits and edits.address),
     )
     return (sections,) if k is None else (sections, *cast(tuple[Tensor, Tensor], tops))
 
 
-def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
-    return _fold(found, _empty_results(found[0].shape[0], k))
+def fold_sections(
+    found: Sequence[Tensor], wanted: Wanted, k: int | None, edits: _HeadEdits | None = None
+) -> FoldedHead:
+    return _fold(found, _empty_results(found[0].shape[0], k), edits)
 
 
-def _fold(found: Sequence[Tensor], results: FoldedHead) -> FoldedHead:
+def _fold(found: Sequence[Tensor], results: FoldedHead, edits: _HeadEdits | None = None) -> FoldedHead:
     """Store what `fold_sections` returns in `results`, and return them."""
     sections, *tops = [each.contiguous() for each in found]
     values, ids = tops or (None, None)
@@ -796,6 +830,7 @@ def _fold(found: Sequence[Tensor], results: FoldedHead) -> FoldedHead:
         *(0 if values is None else values.shape[1], _pointer(values), _pointer(ids)),
         *map(Tensor.data_ptr, results[:3]),
         *(0 if top_ids is None else top_ids.shape[1], *map(_pointer, (entropy, top_ids, top_logprobs))),
+        *((None, None) if edits is None else (edits.address, edits.target_logprobs.data_ptr())),
     )
     return results
 
@@ -855,8 +890,24 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     filters = [column.contiguous() for column in (top_k, top_p, min_p)]
     pointers = (column.data_ptr() for column in filters)
-    _library.filter(get_num_threads(), logits.data_ptr(), *logits.shape, *pointers)
+    _library.filter(get_num_threads(), logits.data_ptr(), *logits.shape, *pointers, None, None)
     return logits
+
+
+def filter_recorded(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    count, vocab_size = logits.shape
+    sums, bits = torch.empty(count, 2), torch.empty(count, -(-vocab_size // 8), dtype=torch.uint8)
+    columns = [column.contiguous() for column in (top_k, top_p, min_p)]
+    pointers = (column.data_ptr() for column in (*columns, sums, bits))
+    _library.filter(get_num_threads(), logits.data_ptr(), count, vocab_size, *pointers)
+    return bits, sums
+
+
+def log_probs_of(logits: Tensor, sums: Tensor) -> Tensor:
+    logits, sums = logits.contiguous(), sums.contiguous()
+    out = torch.empty(len(logits), dtype=torch.float32)
+    _library.log_probs_of(len(logits), logits.data_ptr(), sums.data_ptr(), out.data_ptr())
+    return out
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ from .rows import write_kv as write_kv
 _SELF = cast(Backend, sys.modules[__name__])
 HEAD_SECTION = SECTION
 HOLDS_VALUES = False
+FUSES_EDITS = False
 FORMATS = frozenset(name for name, format in ALL_FORMATS.items() if format.activations is None)
 CACHE_FORMATS: frozenset[str] = frozenset()
 

@@ -22,5 +22,6 @@ def test_the_report_compares_each_kind_of_sampling_with_plain_sampling(
         monkeypatch.setattr(report, name, value)
     monkeypatch.setattr(report.sys, "argv", ["sampling_report.py", "1"])
     report.main()
-    rows = re.findall(r"^│ (.+?) +│ +\d+\.\d +│ (\d+\.\d{3}) +│", capsys.readouterr().out, re.M)
-    assert [name for name, _ in rows] == [*report.VARIANTS] and rows[0][1] == "1.000"
+    rows = re.findall(r"^│ (.+?) +│ +\d+\.\d +│ (.+?) +│ (\d+\.\d{3}) +│", capsys.readouterr().out, re.M)
+    assert [name for name, *_ in rows] == [*report.VARIANTS] and rows[0][1:] == ("plain", "1.000")
+    assert {name: of for name, of, _ in rows if of != "plain"} == report.BASELINES

@@ -71,29 +71,7 @@ const std::vector<const InstructionSet*>& available() {
 
 const InstructionSet* chosen = available()[0];
 
-constexpr long MASK_BITS = 32;  // as in kernels/contract.py
-
-struct EachBit {
-    uint32_t value[MASK_BITS];
-    constexpr EachBit() : value() {
-        for (long i = 0; i < MASK_BITS; ++i) value[i] = 1u << i;
-    }
-};
-constexpr EachBit BIT;  // vectors have no shift by different numbers of bits on every machine
-
-// Sets the logits without their bit in `word` to -inf.
-inline void mask_word(float* logits, long n, uint32_t word) {
-    for (long i = 0; i < n; ++i) logits[i] = (word & BIT.value[i]) != 0 ? logits[i] : -INFINITY;
-}
-
-void mask_row(float* logits, long n, const uint32_t* mask) {
-    constexpr uint32_t ALL = 0xFFFFFFFFu;
-    for (long i = 0; i + MASK_BITS <= n; i += MASK_BITS)
-        if (mask[i / MASK_BITS] != ALL) mask_word(logits + i, MASK_BITS, mask[i / MASK_BITS]);
-    const long whole = n / MASK_BITS * MASK_BITS;
-    if (whole < n) mask_word(logits + whole, n - whole, mask[whole / MASK_BITS]);
-}
-
+#include "masks.h"
 #include "filters.h"
 
 template <class T>
@@ -720,14 +698,14 @@ void trueroll_head_sections(
     long first, long count,
     const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
     const int64_t* positions, const int64_t* targets, SectionResult* sections, int has_statistics, long k,
-    float* top_values, int64_t* top_ids
+    float* top_values, int64_t* top_ids, const HeadEdits* edits
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         const HeadArgs<T> args = {
             as<const T>(hidden), {as<T>(w), n, columns}, {scale, soft_cap}, first, count, rows, temperatures, raw, seeds, positions,
-            targets, has_statistics != 0, k
+            targets, has_statistics != 0, k, edits
         };
         chosen->ops(type).head_sections(args, {sections, top_values, top_ids});
     });
@@ -736,13 +714,15 @@ void trueroll_head_sections(
 void trueroll_fold_sections(
     long threads, long count, long num_sections, const SectionResult* sections, long offered, const float* values,
     const int64_t* ids, int64_t* tokens, float* logprobs, uint8_t* finite, long k, float* entropies, int64_t* top_ids,
-    float* top_logprobs
+    float* top_logprobs, const HeadEdits* edits, float* target_logprobs
 ) {
     const Call call(threads);
     const HeadSections from = {
         const_cast<SectionResult*>(sections), const_cast<float*>(values), const_cast<int64_t*>(ids)
     };
-    const HeadResults out = {tokens, logprobs, finite, k, entropies, top_ids, top_logprobs};
+    const HeadResults out = {
+        tokens, logprobs, finite, k, entropies, top_ids, top_logprobs, edits, target_logprobs
+    };
     chosen->fold_sections(from, count, num_sections, offered, out);
 }
 
@@ -923,10 +903,19 @@ void trueroll_mask_logits(
 }
 
 void trueroll_filter(
-    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
+    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p,
+    float* sums, uint8_t* bits
 ) {
     const Call call(threads);
-    parallel(count, [&](long row) { filter_row(logits + row * n, n, {top_k[row], top_p[row], min_p[row]}); });
+    parallel(count, [&](long row) {
+        const Kept kept = {sums + 2 * row, bits + row * (round_up(n, 8) / 8)};
+        const Filters filters = {top_k[row], top_p[row], min_p[row]};
+        filter_row(logits + row * n, n, filters, bits == nullptr ? nullptr : &kept);
+    });
+}
+
+void trueroll_log_probs_of(long count, const float* logits, const float* sums, float* out) {
+    for (long i = 0; i < count; ++i) out[i] = log_prob(logits[i], sums[2 * i], sums[2 * i + 1]);
 }
 
 }  // extern "C"

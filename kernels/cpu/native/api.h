@@ -131,6 +131,28 @@ struct SectionResult {
 };
 static_assert(sizeof(SectionResult) == 32, "Python moves it as 32 bytes");
 
+// A change of one logit, as `ENTRY` in kernels/edits.py.
+struct LogitEdit {
+    int32_t token, count;
+    float bias;
+    uint8_t ends, occurs;
+};
+static_assert(sizeof(LogitEdit) == 16, "Python makes it as 16 bytes");
+
+// The edits and the targets of a head's rows, as `Edits` in kernels/contract.py. `target_logits`: receives the logits of
+// the targets, in the distribution of the log-probs.
+struct HeadEdits {
+    const int64_t* starts;
+    const LogitEdit* entries;
+    const float* penalties;
+    const int64_t* masked_rows;
+    int64_t num_masks;
+    const uint32_t* masks;
+    int64_t mask_words;
+    const int64_t *target_starts, *targets;
+    float* target_logits;
+};
+
 // Exchanges sums between ranks through shared memory. `counters`: one for each rank, 64 bytes apart. `slots`: two sides,
 // each with one slot for each rank. `turn`: the number of exchanges so far. `check`: called while a rank waits; returns
 // nonzero if the rank shall give up, which sets `has_failed`. `waited_ns`: the time for which this rank has waited.
@@ -245,21 +267,22 @@ void trueroll_layers(
 );
 
 // Computes the results of the sections of the n ids from `first` on. With statistics, also `top_values` and `top_ids`,
-// [count, k]. `HeadArgs` and `HeadSections` have the shapes.
+// [count, k]. `HeadArgs` and `HeadSections` have the shapes. `edits`: or null.
 void trueroll_head_sections(
     long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, float scale, float soft_cap,
     long first, long count,
     const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
     const int64_t* positions, const int64_t* targets, SectionResult* sections, int has_statistics, long k,
-    float* top_values, int64_t* top_ids
+    float* top_values, int64_t* top_ids, const HeadEdits* edits
 );
 
 // Folds the results of all sections. `values` and `ids`: [count, offered], the candidates for the k top tokens.
-// `HeadResults` has the shapes.
+// `HeadResults` has the shapes. `edits`: those of `head_sections`, or null. `target_logprobs`: receives the log-probs of
+// all targets.
 void trueroll_fold_sections(
     long threads, long count, long num_sections, const SectionResult* sections, long offered, const float* values,
     const int64_t* ids, int64_t* tokens, float* logprobs, uint8_t* finite, long k, float* entropies, int64_t* top_ids,
-    float* top_logprobs
+    float* top_logprobs, const HeadEdits* edits, float* target_logprobs
 );
 
 void trueroll_rmsnorm(
@@ -343,10 +366,15 @@ void trueroll_mask_logits(
     long threads, float* logits, long n, const int64_t* rows, long count, const uint32_t* masks
 );
 
-// Filters float32 logits [count, n] in place.
+// Filters float32 logits [count, n] in place. `sums` [count, 2], `bits` [count, ceil(n / 8)]: receive the sums before the
+// filters and the kept logits, as in `Kept` (filters.h), or null.
 void trueroll_filter(
-    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
+    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p,
+    float* sums, uint8_t* bits
 );
+
+// Log-probs of logits [count] of rows with these sums [count, 2].
+void trueroll_log_probs_of(long count, const float* logits, const float* sums, float* out);
 )
 }
 }  // namespace trueroll

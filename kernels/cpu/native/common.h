@@ -403,7 +403,8 @@ struct HeadArgs {
     const uint8_t* raw;
     const int64_t *seeds, *positions, *targets;
     bool has_statistics;
-    long k;  // the number of top tokens
+    long k;                  // the number of top tokens
+    const HeadEdits* edits;  // or null
 };
 
 // Partial results of the head: `results` [count, sections], and for each row the `k` highest logits with their ids, both
@@ -426,6 +427,8 @@ struct HeadResults {
     float* entropies;
     int64_t* top_ids;
     float* top_logprobs;
+    const HeadEdits* edits;  // or null
+    float* target_logprobs;
 };
 
 // `weight` and `out`: [rows, columns]; a [rank, columns] and b [rows, rank].
@@ -561,7 +564,7 @@ enum Purpose {
     RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, DRAFTED, ORDER, ENDS, PIECES, GATHERED,
     INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, RANKS, GROUPS, KEPT, SHARED_SCORES, SHARED_ROWS, MERGED,
     SORTED, SORTING, LEFT, CONVERTED_PANELS, CONVERTED_TABLE, EXPANDED, CODES, TOKEN_CODES,
-    CODED_INPUT, CODED_GATHERED, CODED_INNER, PEAKS,
+    CODED_INPUT, CODED_GATHERED, CODED_INNER, PEAKS, EDITS, EDIT_BOUNDS, TARGETS, TARGET_BOUNDS, MASKS,
     NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);

@@ -128,29 +128,68 @@ long count_kept(Descending& ordered, long n, const Filters& filters, float peak,
     return count;
 }
 
-// Sets all logits to -inf, except those above `last`, and the first `ties` logits that equal it.
-void keep(float* logits, long n, float last, long ties) {
-    int equal = 0;
-    for (long i = 0; i < n; ++i) {
-        equal += logits[i] == last;
-        logits[i] = logits[i] >= last ? logits[i] : -INFINITY;
+// What is recorded of a filtered row. `sums`: the results of `log_sum_exp` before the filters. `bits`: a bit for each
+// logit, which is 0 for -inf, the lowest bit first; all bits are 0 if no logit is -inf.
+struct Kept {
+    float* sums;
+    uint8_t* bits;
+
+    long num_bytes(long n) const { return round_up(n, 8) / 8; }
+
+    // Records n logits, of which the first one has the index `first`, a multiple of 8.
+    void put(const float* logits, long first, long n) const {
+        uint8_t* at = bits + first / 8;
+        for (long i = 0; i < n; i += 8) {
+            unsigned found = 0;
+            for (long j = i; j < smaller(i + 8, n); ++j) found |= static_cast<unsigned>(logits[j] != -INFINITY) << (j - i);
+            at[i / 8] = static_cast<uint8_t>(found);
+        }
     }
-    for (long i = n - 1; equal > ties; --i)
-        if (logits[i] == last) logits[i] = -INFINITY, --equal;
+
+    // Clears the bits if all are set.
+    void finish(long n) const {
+        for (long i = 0; i < n / 8; ++i)
+            if (bits[i] != 0xFF) return;
+        if (n % 8 == 0 || bits[n / 8] == (1u << n % 8) - 1) memset(bits, 0, static_cast<size_t>(num_bytes(n)));
+    }
+};
+
+// Sets all logits to -inf, except those above `last`, and the first `ties` logits that equal it. `kept`: or null.
+void keep(float* logits, long n, float last, long ties, const Kept* kept) {
+    constexpr long BLOCK_OF_LOGITS = 32;
+    const auto keep_some = [&](float* x, long first, long count) {
+        int above = 0, equal = 0;
+        for (long i = 0; i < count; ++i) above += x[i] > last, equal += x[i] == last;
+        if (above + equal == 0) {
+            for (long i = 0; i < count; ++i) x[i] = -INFINITY;
+            if (kept != nullptr) memset(kept->bits + first / 8, 0, static_cast<size_t>(kept->num_bytes(count)));
+            return;
+        }
+        for (long i = 0; i < count; ++i) x[i] = x[i] >= last ? x[i] : -INFINITY;
+        for (long i = 0; equal > 0 && i < count; ++i)
+            if (x[i] == last && --ties < 0) x[i] = -INFINITY;
+        if (kept != nullptr) kept->put(x, first, count);
+    };
+    const long whole = n / BLOCK_OF_LOGITS * BLOCK_OF_LOGITS;
+    for (long i = 0; i < whole; i += BLOCK_OF_LOGITS) keep_some(logits + i, i, BLOCK_OF_LOGITS);
+    if (whole < n) keep_some(logits + whole, whole, n - whole);
 }
 
-// Sets the logits that a row's filters drop to -inf. A row with NaN stays unchanged.
-void filter_row(float* logits, long n, const Filters& filters) {
+// Sets the logits that a row's filters drop to -inf. A row with NaN stays unchanged. `kept`: or null.
+void filter_row(float* logits, long n, const Filters& filters, const Kept* kept) {
     float peak, total = 0.0f;
-    if (filters.top_k < 0)
-        chosen->log_sum_exp(logits, n, &peak, &total);
-    else
-        peak = highest(logits, n);
-    if (!std::isfinite(peak) || std::isnan(total)) return;
+    if (filters.top_k < 0 || kept != nullptr) chosen->log_sum_exp(logits, n, &peak, &total);
+    if (kept != nullptr) kept->sums[0] = peak, kept->sums[1] = total;
+    if (filters.top_k >= 0) peak = highest(logits, n), total = 0.0f;
+    if (!std::isfinite(peak) || std::isnan(total)) {
+        if (kept != nullptr) kept->put(logits, 0, n), kept->finish(n);
+        return;
+    }
     Descending ordered(logits, n, peak, filters.depth(), scratch<float>(SORTED, n + 1));
     const long count = count_kept(ordered, n, filters, peak, total);
     const float last = ordered.at(count - 1);
     long ties = 1;
     while (ties < count && ordered.at(count - 1 - ties) == last) ++ties;
-    keep(logits, n, last, ties);
+    keep(logits, n, last, ties, kept);
+    if (kept != nullptr) kept->finish(n);
 }

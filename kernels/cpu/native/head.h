@@ -349,15 +349,125 @@ inline const float* divided(const float* x, long n, float temperature) {
     return out;
 }
 
-// `bound`: see `sample_in_chunk`. `highest`: of the row, or null.
+// Items (edits or targets) of rows, sorted by the chunk of their ids and then by row, so that the tiles of the head read
+// the items in the order of memory. Items of the same chunk and row keep their order.
+template <class Item>
+struct ItemsOfChunks {
+    const Item* sorted;
+    const int32_t* bounds;  // [chunks, rows + 1]
+    long rows;
+
+    // Calls body(item) for the items of a chunk and row.
+    template <class Body>
+    void each(long row, long chunk, const Body& body) const {
+        const int32_t* of_chunk = bounds + chunk * (rows + 1);
+        for (long i = of_chunk[row]; i < of_chunk[row + 1]; ++i) body(sorted[i]);
+    }
+};
+
+// `starts`: [rows + 1], the items of each row. `id(place)`, `item(place, offset)`: the id of an item, and the item with
+// the offset of its id in the chunk. Items with ids outside [first, first + chunks * CHUNK) are left out.
+template <class Item, class Id, class Make>
+ItemsOfChunks<Item> items_of_chunks(
+    Purpose of_bounds, Purpose of_items, long rows, long chunks, const int64_t* starts, long first, const Id& id,
+    const Make& item
+) {
+    int32_t* bounds = scratch<int32_t>(of_bounds, chunks * (rows + 1));
+    Item* sorted = scratch<Item>(of_items, starts[rows]);
+    const auto for_items = [&](long row, const auto& body) {
+        for (long i = starts[row]; i < starts[row + 1]; ++i) {
+            const unsigned long offset = static_cast<unsigned long>(id(i) - first);
+            if (offset < static_cast<unsigned long>(chunks * CHUNK))
+                body(i, bounds[static_cast<long>(offset / CHUNK) * (rows + 1) + row], static_cast<long>(offset % CHUNK));
+        }
+    };
+    memset(bounds, 0, static_cast<size_t>(chunks * (rows + 1)) * sizeof(int32_t));
+    parallel(rows, [&](long row) { for_items(row, [](long, int32_t& count, long) { ++count; }); });
+    int32_t next = 0;
+    for (long i = 0; i < chunks * (rows + 1); ++i) {
+        const int32_t count = bounds[i];
+        bounds[i] = next, next += count;
+    }
+    parallel(rows, [&](long row) {
+        for_items(row, [&](long i, int32_t& place, long offset) { sorted[place++] = item(i, static_cast<int32_t>(offset)); });
+    });
+    // Each bound has moved to the end of its items, where the items of the next row begin.
+    for (long chunk = 0; chunk < chunks; ++chunk) {
+        int32_t* of_chunk = bounds + chunk * (rows + 1);
+        for (long row = rows; row > 0; --row) of_chunk[row] = of_chunk[row - 1];
+        of_chunk[0] = chunk == 0 ? 0 : of_chunk[-1];
+    }
+    return {sorted, bounds, rows};
+}
+
+// Returns an edited logit. kernels/edits.py defines the steps, each of which rounds its result. `penalties`: for
+// repetition, presence and frequency.
+inline float edited(float logit, const LogitEdit& edit, const float* penalties) {
+    const float biased = logit + edit.bias;
+    const float repeated = biased > 0.0f ? biased / penalties[0] : biased * penalties[0];
+    const float penalized = (edit.occurs ? repeated : biased) - penalties[2] * static_cast<float>(edit.count);
+    return penalized - penalties[1] * (edit.count > 0 ? 1.0f : 0.0f);
+}
+
+// A target: where its logit is stored, and the offset of its id in its chunk.
+struct Target {
+    int32_t place, offset;
+};
+
+// The edits and the targets of a head's rows.
+struct RowChanges {
+    const HeadEdits& given;
+    ItemsOfChunks<LogitEdit> edits;  // `token`: the offset in the chunk
+    ItemsOfChunks<Target> targets;
+    const uint32_t** masks;  // of each row, or null
+
+    RowChanges(const HeadEdits& given, long rows, long chunks, long first)
+        : given(given),
+          edits(items_of_chunks<LogitEdit>(
+              EDIT_BOUNDS, EDITS, rows, chunks, given.starts, first,
+              [&](long i) { return static_cast<long>(given.entries[i].token); },
+              [&](long i, int32_t offset) {
+                  LogitEdit edit = given.entries[i];
+                  edit.token = offset;
+                  return edit;
+              }
+          )),
+          targets(items_of_chunks<Target>(
+              TARGET_BOUNDS, TARGETS, rows, chunks, given.target_starts, first,
+              [&](long i) { return static_cast<long>(given.targets[i]); },
+              [&](long i, int32_t offset) { return Target{static_cast<int32_t>(i), offset}; }
+          )),
+          masks(scratch<const uint32_t*>(MASKS, rows)) {
+        for (long row = 0; row < rows; ++row) masks[row] = nullptr;
+        for (long i = 0; i < given.num_masks; ++i) masks[given.masked_rows[i]] = given.masks + i * given.mask_words;
+    }
+
+    // Edits the n logits of a chunk, which begins at the id `first`.
+    void edit(long row, long chunk, float* logits, long n, long first) const {
+        const float* penalties = given.penalties + row * 3;
+        edits.each(row, chunk, [&](const LogitEdit& edit) {
+            logits[edit.token] = edited(logits[edit.token], edit, penalties);
+        });
+        if (masks[row] != nullptr) mask_row(logits, n, masks[row] + first / MASK_BITS);
+    }
+
+    // Stores the logits of the targets in a chunk.
+    void list(long row, long chunk, const float* basis) const {
+        targets.each(row, chunk, [&](const Target& target) { given.target_logits[target.place] = basis[target.offset]; });
+    }
+};
+
+// `bound`: see `sample_in_chunk`. `highest`: of the row, or null. `changes`: or null; `raw` has the edited logits.
 template <class T>
 SectionResult read_chunk(
-    const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound, Highest* highest
+    const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound, Highest* highest,
+    const RowChanges* changes
 ) {
     const float* scaled = args.temperatures[row] == 1.0f ? raw : divided(raw, n, args.temperatures[row]);
     const float* basis = args.raw[row] ? raw : scaled;
     const LogSumExp sums = highest ? reduce_chunk<true>(basis, n) : reduce_chunk(basis, n);
     if (highest) highest->offer_chunk(basis, n, first, sums.peak);
+    if (changes) changes->list(row, (first - args.first) / CHUNK, basis);
     const int64_t target = args.targets[row];
     Best best = {-INFINITY, first};
     if (target == SAMPLE) {
@@ -386,17 +496,27 @@ void head_sections(const HeadArgs<T>& args, const HeadSections& out) {
         bounds[row] = -INFINITY;
         if (highest) highest[row] = {args.k, out.top_values + row * args.k, out.top_ids + row * args.k};
     }
-    for_tiles(args.count, chunks, [&](long start, long rows, long group) {
-        const long first = group * CHUNK, n = smaller(CHUNK, V - first);
-        float* c = scratch<float>(PRODUCT, rows * CHUNK);
-        multiply_chunk(left, args.weight, args.shape, start, rows, first, c);
-        for (long row = 0; row < rows; ++row)
-            out.results[(start + row) * chunks + group] =
-                read_chunk(
-                    args, start + row, c + row * CHUNK, n, args.first + first, bounds + start + row,
-                    highest ? highest + start + row : nullptr
-                );
-    });
+    const auto compute = [&](const RowChanges* changes) {
+        for_tiles(args.count, chunks, [&](long start, long rows, long group) {
+            const long first = group * CHUNK, n = smaller(CHUNK, V - first);
+            float* c = scratch<float>(PRODUCT, rows * CHUNK);
+            multiply_chunk(left, args.weight, args.shape, start, rows, first, c);
+            for (long row = 0; row < rows; ++row) {
+                if (changes) changes->edit(start + row, group, c + row * CHUNK, n, args.first + first);
+                out.results[(start + row) * chunks + group] =
+                    read_chunk(
+                        args, start + row, c + row * CHUNK, n, args.first + first, bounds + start + row,
+                        highest ? highest + start + row : nullptr, changes
+                    );
+            }
+        });
+    };
+    if (args.edits == nullptr) {
+        compute(nullptr);
+    } else {
+        const RowChanges changes(*args.edits, args.count, chunks, args.first);
+        compute(&changes);
+    }
     for (long row = 0; highest != nullptr && row < args.count; ++row)
         for (long i = highest[row].count; i < args.k; ++i) highest[row].values[i] = -INFINITY, highest[row].ids[i] = NO_ID;
 }
@@ -412,6 +532,12 @@ inline void fold_row(const HeadSections& from, long row, long sections, long off
     out.tokens[row] = best->id;
     out.logprobs[row] = log_prob(best->basis, all.peak, all.total);
     out.finite[row] = isfinite(best->scaled) && all.total == all.total;
+    if (out.edits != nullptr) {
+        const double log_total = ::log(static_cast<double>(all.total));  // the steps of `log_prob`
+        for (long i = out.edits->target_starts[row]; i < out.edits->target_starts[row + 1]; ++i)
+            out.target_logprobs[i] =
+                static_cast<float>((static_cast<double>(out.edits->target_logits[i]) - all.peak) - log_total);
+    }
     if (out.entropies == nullptr) return;
     Highest highest = {out.k, out.top_logprobs + row * out.k, out.top_ids + row * out.k};
     for (long i = row * offered; i < (row + 1) * offered; ++i)

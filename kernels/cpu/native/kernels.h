@@ -22,6 +22,7 @@
 #include "attention.h"
 #include "recurrence.h"
 #include "state_space.h"
+#include "masks.h"
 #include "head.h"
 #include "experts.h"
 #include "layers.h"

@@ -45,7 +45,7 @@ def sent(value: Any) -> Any:
         return {key: sent(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [sent(each) for each in value]
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     raise TypeError(f"expected what a message can hold, found {type(value).__name__}")
 
