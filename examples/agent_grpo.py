@@ -1,7 +1,7 @@
 """GRPO with a tool: `python examples/agent_grpo.py --out FOLDER`. The example reuses the trainer, the worker and the
 files of `grpo.py`.
 
-SmolLM2-135M learns to call a calculator. A conversation begins with a question, such as `What is 37 * 24?`. In each
+SmolLM2-135M learns to call a calculator. Each conversation begins with a question, such as `What is 37 * 24?`. In each
 turn the model either calls the calculator, as in `<calc>37 * 24</calc>`, or gives the final answer. The result of a
 call becomes the user's next turn. All conversations of a step run concurrently, and no conversation waits for another.
 The conversations about one question form a group.
@@ -44,7 +44,7 @@ from trueroll.rollout import (
 )
 
 TURNS = 3
-MAX_TOKENS = 20  # per turn
+MAX_TOKENS = 20  # maximum number of tokens per turn
 # The maximum length of an expression, in characters. Powers are not supported, so a value cannot have more digits than
 # this maximum.
 MAX_LENGTH = 64
@@ -64,8 +64,8 @@ OPERATORS: dict[type, Callable[..., Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression of numbers, + - * / and parentheses. Return the value, or a text that begins with `error:
-    `.
+    """Evaluate an expression of numbers, + - * / and parentheses. Return the value, or a text that begins with
+    `error:`.
     """
     if len(expression) > MAX_LENGTH:
         return "error: too long"
@@ -99,7 +99,9 @@ def evaluate(node: ast.expr) -> Fraction:
 
 @dataclass(frozen=True)
 class Task:
-    """The messages of a prompt, the number that answers it, and the seed of all conversations about the question."""
+    """The messages of a question, the number that answers the question, and the seed of all conversations about the
+    question.
+    """
 
     messages: list[dict[str, Any]]
     number: int

@@ -47,7 +47,7 @@ MAX_TOKENS = 24
 LEARNING_RATE = 5e-5
 LEFT_OUT = range(20, 24)  # the teacher's layers that the student lacks
 
-disable_progress_bar()  # of loading the weights
+disable_progress_bar()  # hides the progress of loading weights
 
 
 def prompts_of(folder: Path, seed: int) -> list[list[int]]:
@@ -71,9 +71,9 @@ def make_student(teacher: Path, folder: Path) -> None:
 def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Return the KL divergence from teacher to student over K + 1 events: float32 [num_positions].
 
-    `teacher`, `student`: the log-probs of the same K tokens, float32 [num_positions, K]. The first K events are the K
-    tokens, and the last event is that the next token is none of the K tokens. By the log sum inequality, the result is
-    at most the divergence over the whole vocabulary.
+    `teacher`, `student`: the log-probs of the same K tokens, float32 [num_positions, K]. The first K events stand for
+    the K tokens. The last event stands for all other tokens. By the log sum inequality, the result is at most the
+    divergence over the whole vocabulary.
     """
     p, q = (torch.cat([each, _log_rest(each)], dim=1) for each in (teacher, student))
     return (p.exp() * (p - q)).sum(1)

@@ -80,10 +80,10 @@ LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 3e-4
 PARAMS = SamplingParams(n=GROUP_SIZE, max_tokens=MAX_TOKENS)
 CLIP = 0.2
 CAP = 2.0  # upper limit of importance ratios
-CHUNK = 64  # samples per forward pass
-WORKER_TIMEOUT = 15.0  # seconds without any message from the worker
+CHUNK = 64  # number of samples per forward pass
+WORKER_TIMEOUT = 15.0  # after this many seconds without a message, the worker counts as lost
 
-disable_progress_bar()  # of loading the weights
+disable_progress_bar()  # hides the progress of loading weights
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Trainer:
 
     rank, num_ranks = 0, 1
     learning_rate, pushes_adapters = LEARNING_RATE, False
-    masks: GrammarMasks | None = None  # for samples with a grammar
+    masks: GrammarMasks | None = None  # the masks for samples with a grammar
 
     def __init__(
         self,
@@ -524,7 +524,7 @@ class Record:
             print("largest ratio {largest_ratio:.2f}, {clipped_share:.1%} of the tokens truncated".format(**row))
 
     def draw(self, beside: Path | None = None) -> None:
-        """Draw the metrics. `beside`: the folder of another run, which the panel of the mismatch then shows too."""
+        """Draw the metrics. `beside`: the folder of another run to add to the panel of the mismatch."""
         rows = read_rows(self.metrics)
         figure = Figure(figsize=(8, 8), layout="constrained")
         for axes, (name, title) in zip(figure.subplots(3, sharex=True), PANELS.items(), strict=True):
@@ -548,7 +548,7 @@ def read_rows(metrics: Path) -> Any:
 
 
 def draw_mean(axes: Any, steps: Any, values: Any) -> None:
-    width = min(5, len(values))  # steps in the moving average
+    width = min(5, len(values))  # number of steps in the moving average
     mean = np.convolve(values, np.full(width, 1 / width), "valid")
     axes.plot(steps[width - 1 :], mean, label=f"mean of {width} steps")
 

@@ -147,7 +147,8 @@ def audit(
     if not len(prompts):
         raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
     params = SamplingParams(n=4, max_tokens=32, ignore_eos=True) if params is None else params
-    # The seed is explicit, so that all ranks get the same samples. `generate` derives a seed for each prompt from it.
+    # The seed is explicit, so that all ranks get the same samples. `generate` derives a seed for each prompt from this
+    # seed.
     unseeded, seed = params.model_copy(update={"seed": None}), params.seed or 0
     groups = client.generate(list(map(list, prompts)), unseeded, seed=seed)
     samples = [

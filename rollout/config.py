@@ -130,8 +130,8 @@ class WorkerConfig(BaseModel):
 
 
 def check_saving(worker: WorkerConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError if a worker shall save weights in a format in which saved weights do not have the same bits
-    again.
+    """Raise ConfigError if `save_folder` is set and the weights are quantized in a format that may change the bits of
+    saved weights when a worker loads them again.
     """
     if worker.save_folder is not None and not engine.keeps_values:
         raise ConfigError(

@@ -1,10 +1,11 @@
 """Garbage collection in a worker: the pauses do not grow with the number of objects.
 
 Python's collector sometimes traverses all objects that can be part of a cycle. In a worker with 100,000 waiting
-requests, this takes about a second, in which neither the engine nor the sockets are served. After `bound_pauses`, a
-collection leaves out all objects that survived an earlier full collection. A cycle that is dropped after such a
-collection is found by the first full collection after `WHOLE_SECONDS`, which traverses all objects. Objects outside of
-cycles are freed at once, as always. A forked child keeps the parent's objects out of its collections.
+requests, such a collection takes about a second. During this second, the worker runs no engine step and serves no
+socket. After `bound_pauses`, a collection leaves out all objects that survived an earlier full collection. The first
+full collection after `WHOLE_SECONDS` traverses all objects, and so also frees unused cycles that earlier collections
+left out. Objects outside of cycles are freed at once, as always. A forked child keeps the parent's objects out of its
+collections.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def bound_pauses() -> None:
 
 
 def _forget() -> None:
-    """Leave a forked child as it is: to thaw its objects would copy the memory that it shares with the parent, and end
-    cycles that belong to the parent.
+    """In a forked child, stop bounding collections, and leave the frozen objects frozen. Thawing the objects would copy
+    the memory that the child shares with the parent, and would free cycles that belong to the parent.
     """
     with suppress(ValueError):
         gc.callbacks.remove(_around_collection)

@@ -1,4 +1,4 @@
-"""What commands and workers write to stderr: log lines, and the last line of an interrupted process.
+"""The output of commands and workers to stderr: log lines, and the last line of an interrupted process.
 
 Untrusted text cannot forge or color log lines.
 """

@@ -20,9 +20,9 @@ from ..engine.models.files import MAX_TOKENIZER_BYTES, read_json
 from ..engine.models.tokenizer import check_tokenizer
 
 _CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
-"""The names of transformers' class for tokenizers that need no class of their own."""
+"""The names of transformers' general tokenizer class, which serves all models without a special class."""
 _MODEL_TYPES = {"gpt_oss", "llama"}
-"""For other types of models, transformers may replace the class that the folder names."""
+"""The types of models for which transformers always uses the class that the folder names."""
 _OTHER_FILES = ("added_tokens.json", "additional_chat_templates", "special_tokens_map.json")
 _WITHOUT_EFFECT = {
     "added_tokens_decoder",
@@ -40,7 +40,9 @@ _WITHOUT_EFFECT = {
     "tokenizer_class",
     "truncation_side",
 }
-"""Settings that change neither encoding nor decoding, if every token that they name is in tokenizer.json."""
+"""Settings that change neither encoding nor decoding, provided that tokenizer.json contains every token that these
+settings name.
+"""
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 

@@ -153,7 +153,7 @@ class TextModel:
         Decodes in this process, which is safe: when the tokenizer was loaded, `check_tokenizer` limited the cost of
         decoding.
         """
-        try:  # no context manager, which would double the time of this frequent call
+        try:  # a context manager would double the time of this frequent call
             return self._decode(list(token_ids), skip_special_tokens)
         except KeyboardInterrupt:
             raise
@@ -204,8 +204,8 @@ def decode_marked(
     skip_special_tokens: bool,
     marks: Mapping[int, str],
 ) -> str:
-    """Return the text of token ids. `decode`: as `TextModel.decode`. `marks`: texts of some tokens, which replace their
-    texts in the vocabulary.
+    """Return the text of token ids. `decode`: a function like `TextModel.decode`. `marks`: for some token ids, a text
+    that replaces the token's text in the vocabulary.
     """
     if not marks or marks.keys().isdisjoint(token_ids):
         return decode(token_ids, skip_special_tokens)
@@ -218,18 +218,19 @@ def decode_marked(
 
 
 def texts_of_marks(decode: Callable[[Sequence[int], bool], str], marks: Mapping[int, str]) -> dict[int, str]:
-    """Return what stands for marks in the text in which a worker finds stop strings: the texts of their tokens, which
-    are empty for special tokens. The keys are the code points of the marks. `decode`, `marks`: as in `decode_marked`.
+    """Return the texts that replace marks in the text in which a worker searches for stop strings. A mark is replaced
+    by the text of its token, which is empty for a special token. The keys are the code points of the marks. `decode`,
+    `marks`: as in `decode_marked`.
     """
     return {ord(mark): decode([token_id], True) for token_id, mark in marks.items()}
 
 
 def place_in(text: str, end: int, mark_texts: Mapping[int, str], at: int = 0, start: int = 0) -> tuple[int, int]:
-    """Return a position in marked text, and the number of plain characters before the position: the last position that
-    is at most `end` plain characters after the beginning. Marks are not divided.
+    """Return the last position in marked text that has at most `end` plain characters before it, and the number of
+    plain characters before this position. The text of a mark is not divided.
 
-    `mark_texts`: as `texts_of_marks` returns them. `at`, `start`: a known position before `end`, and the number of
-    plain characters before it.
+    `mark_texts`: the result of `texts_of_marks`. `at`, `start`: an earlier position, and the number of plain characters
+    before that position.
     """
     while at < len(text) and start < end:
         size = len(mark_texts.get(ord(text[at]), " "))
@@ -243,7 +244,7 @@ def before_stop(text: str, stop: str, start: int, mark_texts: Mapping[int, str])
     """Return the part of marked text before a stop string; the whole text if the stop string is not found.
 
     If the stop string begins within the text of a mark, the beginning of this text replaces the mark. `start`: the
-    number of plain characters before the text that is searched. `mark_texts`: as `texts_of_marks` returns them.
+    number of plain characters before the text that is searched. `mark_texts`: the result of `texts_of_marks`.
     """
     end = text.translate(mark_texts).find(stop, start)
     if end < 0:

@@ -62,8 +62,8 @@ class TooMany(Exception):
 
 
 def image_mark(tokenizer: Any) -> tuple[str, str] | None:
-    """Return two texts: the text that a chat template writes for an image, and the text, with a placeholder, that must
-    replace it. Return None if the template itself writes the placeholder.
+    """Return the text that a chat template writes for an image, and the text that must replace it, which contains the
+    placeholder. Return None if the template itself writes the placeholder.
 
     Gemma 3's template, for example, writes only the token that begins an image, and no placeholder.
     """
@@ -134,7 +134,7 @@ class TextChild:
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
-        try:  # not as JSON, because encoding a long text as JSON blocks all threads for ten times as long
+        try:  # MessagePack, because encoding a long text as JSON blocks all threads ten times as long
             message: bytes = msgpack.Packer(default=_large_integer).pack(call)
         except UnicodeEncodeError as error:
             raise ChildError(f"{error.object[error.start]!r} is not a valid character") from None
@@ -249,7 +249,7 @@ def _render(
 
 @contextmanager
 def _clock_at(at: float) -> Iterator[None]:
-    """Within this context, templates get the time `at` as the current time, for which transformers has no argument."""
+    """Context manager in which templates get `at` as the current time. transformers has no argument for this time."""
     from transformers.utils import chat_template_utils
 
     class Clock(datetime):

@@ -2,8 +2,8 @@
 
 Owns: the attributes of spans, which follow the semantic conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/). Promises: a span contains no prompt, text, token,
-key, capability of a session, or id of a request or an answer, and no text of an error, which may quote them.
-opentelemetry is imported only if a tracer or an endpoint is given. Without a tracer, no span is made.
+key, session capability, request id or answer id. A span also contains no error text, because an error text may quote
+such data. opentelemetry is imported only if a tracer or an endpoint is given. Without a tracer, no span is made.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ EXPORT_SECONDS = 5.0
 
 @contextmanager
 def exporting(endpoint: str | None) -> Iterator[Tracer | None]:
-    """Yield a tracer with spans that are sent to `endpoint`, the URL of an OTLP receiver over HTTP; None if `endpoint`
-    is None. At the end, send the remaining spans, for at most `EXPORT_SECONDS`.
+    """Yield a tracer that sends its spans to `endpoint`, the URL of an OTLP receiver over HTTP. Yield None if
+    `endpoint` is None. At the end, send the remaining spans, for at most `EXPORT_SECONDS`.
 
     The environment variables of OpenTelemetry, such as OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS, apply.
     Raise ConfigError if the packages are not installed.
@@ -54,7 +54,7 @@ def exporting(endpoint: str | None) -> Iterator[Tracer | None]:
     try:
         yield provider.get_tracer(PROVIDER)
     finally:
-        closing = threading.Thread(target=provider.shutdown, daemon=True)  # it may try again for up to 30 s
+        closing = threading.Thread(target=provider.shutdown, daemon=True)  # the exporter may retry for up to 30 s
         closing.start()
         closing.join(EXPORT_SECONDS)
 
@@ -107,7 +107,7 @@ class _Generation:
         self._span = tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
 
     def add(self, reply: SampleDelta | protocol.FinishedSample) -> None:
-        """Note new tokens or a finished sample."""
+        """Record new tokens or a finished sample."""
         if isinstance(reply, protocol.FinishedSample):
             self._samples[reply.index] = reply
         elif not self._has_begun_to_answer:
@@ -131,8 +131,8 @@ class _Generation:
 
 
 class CallSpan:
-    """The span of a call of a session; nothing without a tracer. It is not the current span of the call's code, because
-    a call over HTTP begins in one task and ends in another.
+    """The span of a session's call. Without a tracer, the object does nothing. The span is not made the current span,
+    because a call over HTTP begins in one task and ends in another.
     """
 
     def __init__(self, tracer: Tracer | None, model: str, session_id: str) -> None:
@@ -142,7 +142,9 @@ class CallSpan:
             self._span = tracer.start_span(f"chat {model}", attributes=attributes)
 
     def as_parent(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which the span is the current span. The tasks that begin there keep it."""
+        """Return a context manager in which the span is the current span. Tasks that are started in this context keep
+        the span as their current span.
+        """
         if self._span is None:
             return nullcontext()
         from opentelemetry.trace import use_span
@@ -179,7 +181,7 @@ def session_call(tracer: Tracer | None, model: str, session_id: str) -> Iterator
 def note_answers(
     span: Span, num_tokens: int, num_cached: int, finish_reasons: Sequence[str], versions: set[int]
 ) -> None:
-    """Add answers to a span. `num_cached`: number of prompt tokens from the cache. `versions`: of the weights."""
+    """Add answers to a span. `num_cached`: number of prompt tokens from the cache. `versions`: the weight versions."""
     span.set_attribute("gen_ai.usage.output_tokens", num_tokens)
     span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached)
     span.set_attribute("gen_ai.response.finish_reasons", finish_reasons)

@@ -42,7 +42,9 @@ _FILES = {
     "video_preprocessor_config.json": None,
     "preprocessor_config.json": None,
 }
-"""The files that may have the settings, each with the key of the settings. The first file with settings counts."""
+"""The files that may contain video settings, and the key of the settings in each file. The settings of the first such
+file are used.
+"""
 _KIND = "Qwen3VLVideoProcessor"
 
 

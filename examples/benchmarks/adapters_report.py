@@ -1,10 +1,11 @@
 """Measure named adapters: `python examples/benchmarks/adapters_report.py [MODEL]`.
 
-Loads eight LoRA adapters of rank 16. A group of requests is served three times in turn, several times over: by a single
-adapter, divided among all adapters with memory for all merged weights, and divided among all adapters with memory for
-two merged weights. The table shows the speed as a share of the single adapter's, as the median and the range of the
-rounds, and the memory beside the base weights. Every sample must have the bits of an engine into which only the
-sample's own adapter was merged. Run the report on an otherwise idle machine.
+The report loads eight LoRA adapters of rank 16 and serves the same requests in three setups: all requests use a single
+adapter; the requests are divided among all adapters, with memory for the merged weights of every adapter; the requests
+are divided among all adapters, with memory for two sets of merged weights. The three setups take turns for several
+rounds. The table shows each setup's speed relative to the setup with a single adapter (median and range over the
+rounds), and the memory that the adapters use in addition to the base weights. Every sample must have the same bits as
+on an engine that has only the sample's adapter, merged into the weights. Run the report on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def fill(staging: Any, engine: Engine, seed: int) -> Any:
 
 
 def requests(adapters: list[str], vocab_size: int, run: int) -> list[GenerateRequest]:
-    """Return the requests of a run, which take turns with the adapters."""
+    """Return the requests of a run. Successive requests use successive adapters of `adapters`, starting over at the
+    end.
+    """
     rng = np.random.default_rng(0)
     found = []
     for i in range(REQUESTS):
@@ -53,7 +56,7 @@ def requests(adapters: list[str], vocab_size: int, run: int) -> list[GenerateReq
 
 
 def served(engine: Engine, batch: list[GenerateRequest]) -> tuple[float, dict[str, tuple[Any, ...]]]:
-    """Return the seconds and the bits of each sample."""
+    """Serve a batch. Return the duration in seconds, and the bits of each sample."""
     started, outputs = time.perf_counter(), []
     for request in batch:
         engine.add(request)
@@ -97,7 +100,7 @@ def main(model: str) -> None:
             took, bits = served(engine, requests(names, vocab_size, run))
             same = {id: value for id, value in bits.items() if len(names) > 1 or int(id) % COUNT == 0}
             assert same == {id: expected[id] for id in same}, f"{case}: other bits than alone"
-            seconds[case] += [took] * bool(run)  # the first round merges weights
+            seconds[case] += [took] * bool(run)  # the first round is slower, because it merges weights
     table = Table("batch", "speed", "range", "adapters, MB", "budget, MB")
     for case, engine in engines.items():
         shares = [one / own for one, own in zip(seconds["one adapter"], seconds[case], strict=True)]

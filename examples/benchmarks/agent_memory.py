@@ -1,15 +1,16 @@
 """Measure the host tier with sessions of agents: `python examples/benchmarks/agent_memory.py`. `--help` lists the
 options.
 
-**Replay.** The contexts of a trace's sessions need twice the KV cache together. In each turn, a session sends its whole
-history with a tool's result, gets a sample, and waits for its tool. The engine's scheduler and prefix cache serve the
-trace without a model. The clock is simulated: a step takes the time in `STEP_SECONDS`, and a block from the host
-`RESTORE_SECONDS`. The table compares an LRU cache without a host tier with host tiers of several sizes. `recomputed`
-are the prompt tokens that are computed in addition to those of a cache without a limit. All numbers of the replay are
-the same in each run.
+**Replay.** Together, the contexts of all sessions in a trace need twice the size of the KV cache. In each turn, a
+session sends its whole history with a tool's result, gets a sample, and waits for the tool. The engine's scheduler and
+prefix cache serve the trace without a model. The clock is simulated: a step takes the time that `STEP_SECONDS` gives,
+and restoring a block from the host takes `RESTORE_SECONDS`. The table compares an LRU cache without a host tier with
+host tiers of several sizes. The column `recomputed` shows how many more prompt tokens are computed than with an
+unlimited cache. All numbers of the replay are the same in each run.
 
-**Measurement.** With `--model`, an engine computes a prompt, loses its blocks to other prompts, and gets them back
-from the host tier. Both times include the step that computes the last token.
+**Measurement.** With `--model`, an engine computes a prompt, evicts the prompt's blocks to make room for other prompts,
+and then restores these blocks from the host tier. The report shows the time to compute the prompt and the time to
+restore it. Both times include the step that computes the last token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 16, 32, 1024
 FIRST, LATER, SAMPLED = (300, 700), (50, 400), (30, 100)
 """The smallest and the largest number of tokens in a session's first message, in later messages, and in samples."""
 TOOL_SECONDS = 1.0
-"""The mean of an exponential distribution."""
+"""Mean duration of a tool call. Durations are exponentially distributed."""
 HOST_SHARES = 0.25, 0.5, 1.0
 """The sizes of host tiers, as multiples of the KV cache; the table shows them as `host tier x 0.25` and so on."""
 _DRAW = DrawRecord()
@@ -72,7 +73,7 @@ def make_trace(sessions: int, turns: int, seed: int = 1) -> Trace:
 
 
 def blocks_of(trace: Trace) -> int:
-    """Return the number of blocks that hold the last contexts of all sessions."""
+    """Return the number of blocks that the final contexts of all sessions need together."""
     return sum(-(-sum(turn.new + turn.sampled for turn in turns) // BLOCK_SIZE) for turns in trace)
 
 
@@ -91,7 +92,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """What a replay took. `computed`: prompt tokens. `restored`: blocks."""
+    """The cost of a replay. `computed`: number of computed prompt tokens. `restored`: number of blocks restored from
+    the host.
+    """
 
     computed: int
     restored: int
@@ -161,7 +164,9 @@ class Replay:
         return token
 
     def _go_on(self, sequence: Sequence, sample: Sample) -> None:
-        """End a sample that has all its tokens. The session's next turn begins when its tool is done."""
+        """If the sample has all its tokens, end it, and schedule the session's next turn for when the tool has
+        finished.
+        """
         if sample.left:
             return
         self._scheduler.finish(sequence)
@@ -173,7 +178,9 @@ class Replay:
 
 
 def compare(trace: Trace) -> dict[str, Result]:
-    """Replay a trace with an unlimited cache, and with half the blocks it needs and host tiers of several sizes."""
+    """Replay a trace with an unlimited cache, and then with half of the blocks that the trace needs, without a host
+    tier and with host tiers of several sizes.
+    """
     needed = blocks_of(trace)
     half = needed // 2
     found = {"unlimited": Replay(trace, 2 * needed).run(), "LRU": Replay(trace, half).run()}
@@ -192,7 +199,7 @@ def table_of(results: dict[str, Result]) -> Table:
 
 
 def measure(model: str, length: int, device: str) -> tuple[float, float]:
-    """Return the seconds that a prompt takes if it is computed, and if it comes back from the host tier. Both samples
+    """Return the seconds that an engine takes to compute a prompt, and to restore it from the host tier. Both samples
     must have the same bits.
     """
     num_blocks = length // BLOCK_SIZE + 2

@@ -134,8 +134,8 @@ COSTS = {
 
 @dataclasses.dataclass
 class Rates:
-    """Measures the rate of some work in several tries. `amount`: operations or bytes of one try. `tries`: 1e9 per
-    second.
+    """Measures the rate of some work several times. `amount`: number of operations or bytes of one run. `tries`: the
+    measured rates, in units of 1e9 per second.
     """
 
     run: Callable[[], object]
@@ -323,9 +323,9 @@ def main(model: str = "smollm2", dtype: str = "auto", dummy: bool = False) -> No
     console.print(make_rates_table(rates))
     meter = Meter(loaded)
     engine = Engine(config, meter.loaded)
-    gc.freeze()  # as a worker does
+    gc.freeze()  # a worker also freezes its objects
     for workload in (w for group in WORKLOADS.values() for w in group):
-        run_workload(engine, workload, meter)  # warm-up, not counted: touches memory for the first time
+        run_workload(engine, workload, meter)  # a warm-up run, which touches memory for the first time
         for name, phase in run_workload(engine, workload, meter).items():
             console.print(make_table(f"{workload.name}, {name}", phase, best))
 

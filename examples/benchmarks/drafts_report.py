@@ -1,4 +1,4 @@
-"""Measure what drafts gain: `python examples/benchmarks/drafts_report.py [MODEL]`.
+"""Measure the speedup from drafts: `python examples/benchmarks/drafts_report.py [MODEL]`.
 
 An engine with drafts (`speculative="ngram"`) and an engine without drafts take turns and generate the same samples.
 Every run with drafts must have the same tokens and log-prob bits as the run without drafts. The first table shows the
@@ -6,10 +6,10 @@ speed of the engine with drafts as a multiple of the speed without drafts: the m
 runs. "again" means that the same requests with the same seeds were served before, and that a commit since then changed
 the weights by about 1e-5.
 
-The column "limit of again" has the speed that the earlier samples alone allow: drafted rows take no time, and every
-token before the first difference from the earlier sample is accepted. From the first difference on, each token takes a
-step, so the sample that differs first decides how many steps its group takes. Repeats in a sample's own text can raise
-the speed above this limit.
+The column "limit of again" shows the speed that drafts from the earlier samples could reach at best: drafted rows would
+take no time, and every token before the first difference from the earlier sample would be accepted. From the first
+difference on, each token takes a step of its own. Therefore the sample with the earliest difference determines how many
+steps its group takes. Repeats in a sample's own text can raise the speed above this limit.
 
 The second table shows that the drafter's index stays within its memory budget. The second table also shows that the
 time to index a hostile prompt (a single token, repeated a million times) is proportional to the length of the prompt.
@@ -45,7 +45,7 @@ from trueroll.rollout import resolve_model
 
 PAIRS, NEW_TOKENS, LANES = 5, 160, 8
 Bits = list[tuple[str, int, tuple[int, ...], bytes]]
-"""Of each sample: the request id, the number of the sample in the group, the token ids and the bytes of the log-probs.
+"""For each sample: the request id, the index of the sample in the group, the token ids and the bytes of the log-probs.
 """
 STEP = 1e-5
 """The standard deviation of the change of each weight in a small step of training."""
@@ -169,8 +169,8 @@ class Report:
         return np.median(found, axis=0).tolist()
 
     def limit(self, earlier: Bits, later: Bits) -> float:
-        """Return the highest speed that drafts of the earlier samples of the same groups allow, as a multiple of the
-        speed without drafts.
+        """Return the highest speed that drafts from the earlier samples of the same groups could reach, as a multiple
+        of the speed without drafts.
         """
         plain = best = 0.0
         for _, group in groupby(zip(earlier, later, strict=True), key=lambda pair: pair[0][0]):
@@ -202,7 +202,7 @@ class Report:
             if earlier is not None:
                 self.plain.commit(self.before)
                 limit = None if work.is_queue else self.limit(earlier, found)
-            if number > 0:  # the first pair warms up
+            if number > 0:  # the first pair of runs is a warm-up
                 now = self.drafts.engine.stats().drafts[0]
                 speeds.append(plain / quick)
                 drafts += now.drafts - before.drafts

@@ -110,8 +110,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PROMPT, SEQUENCES, STEPS = 2048, 8, 8
-"""The number of tokens of a prompt, of sequences that decode, and of trueroll's steps in a run of decodes. A run of
-transformers has one step.
+"""Three numbers: tokens in a prompt, decoding sequences, and steps of trueroll in one timed run of decode steps. A
+timed run of transformers has one step.
 """
 MOST_APART = 0.1
 """The largest allowed difference between the two log-probs, in nats."""

@@ -75,7 +75,7 @@ COMMON = 64
 PREFIX = 128, 896
 """Tokens of the shortest and the longest prefix."""
 OWN = 16, 48
-"""Tokens of the shortest and the longest end of a prompt."""
+"""Smallest and largest number of tokens that only one prompt has, at its end."""
 EXPONENT = 1.0
 GROUPS_PER_PREFIX = 10
 RUNNING = MAX_SEQS // SAMPLES
@@ -115,8 +115,8 @@ class Workload:
         return np.concatenate((self._beginnings[self.prefixes[group]], self._ends[group]))
 
     def shared(self, group: int) -> int:
-        """Return the number of prompt tokens in full blocks before the prompt's own tokens. Other prompts can share the
-        blocks before a prompt's own tokens.
+        """Return the number of prompt tokens in the full blocks before the prompt's own tokens. Other prompts can share
+        these blocks.
         """
         return len(self._beginnings[self.prefixes[group]]) // BLOCK_SIZE * BLOCK_SIZE
 
@@ -125,7 +125,9 @@ class Workload:
         return len(self._beginnings[self.prefixes[group]]) + len(self._ends[group])
 
     def distinct(self) -> int:
-        """Return the number of tokens in the distinct blocks that `shared` counts, over all prompts."""
+        """Return the number of tokens in the blocks that `shared` counts, over all prompts. Blocks that several prompts
+        share are counted once.
+        """
         _, first = np.unique(self.prefixes, return_index=True)
         return COMMON + sum(self.shared(group) - COMMON for group in first)
 
@@ -480,7 +482,7 @@ class Simulation:
 
     def _end(self, number: int, worker: Worker) -> None:
         if self._workers[number] is not worker:
-            return  # the worker failed in the middle of the step
+            return  # the worker failed during the step
         for group in worker.end_step():
             worker.count(group, self.counts)
             self._policy.finish(group, number, self.now)

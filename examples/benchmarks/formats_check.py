@@ -3,19 +3,21 @@
     pip install --no-deps --target FOLDER compressed-tensors==0.20.1 torchao==0.18 loguru==0.7.3
     PYTHONPATH=FOLDER python examples/benchmarks/formats_check.py
 
-The first table has a line for each format, package and matrix. Formats with quantized activations store the codes of
-other formats. For them, the table compares activations with compressed-tensors; the rows of the matrix are the tokens.
- `random` has a million normal numbers. `boundary` has each number of the format, the middle
-between each two, and the float32 numbers next to both, times several factors. `tiny` has the same, times a factor so
-small that scales are at their lower limit. The table counts
+The first table has a line for each format, package and matrix. Formats with quantized activations store their weights
+as other formats do, so for these formats the table compares only the quantized activations, with those of
+compressed-tensors; each row of the matrix is a token. The matrix `random` has a million normally distributed numbers.
+The matrix `boundary` has every number of the format, the midpoints between adjacent numbers, and the float32 numbers
+next to all of these, multiplied by several factors. The matrix `tiny` has the same numbers, multiplied by a factor so
+small that scales reach their lower limit. The table counts
 
-- `values`: the elements with other values, for the codes and scales of `kernels.quantization`;
-- `codes`: the elements with other codes, where the package quantizes with the same scales;
-- `scales`: the scales that differ, where the package computes them by its own rule.
+- `values`: the elements for which the package computes a different value from the codes and scales of
+  `kernels.quantization`;
+- `codes`: the elements for which the package computes a different code with the same scales;
+- `scales`: the scales that differ if the package computes them by its own rule.
 
-The second table has a line for each layout of checkpoints. compressed-tensors writes a tiny model, and the table counts
-the elements in which a worker's values differ from those that compressed-tensors reads. Words of AutoAWQ are random,
-and are read by compressed-tensors' converter.
+The second table has a line for each checkpoint layout. compressed-tensors writes a tiny model in the layout. The table
+counts the elements for which the worker reads a different value than compressed-tensors. For the layout of AutoAWQ, the
+packed words are random, and compressed-tensors' converter reads them.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ LAYOUT_WITH_ACTIVATIONS = {"fp8_dynamic": "fp8_channel", "int8_dynamic": "int8"}
 
 
 class Counts(NamedTuple):
-    """The numbers of values, codes and scales that differ. None: the package does not compute them."""
+    """The numbers of values, codes and scales that differ. None means that the package does not compute codes or
+    scales.
+    """
 
     values: int
     codes: int | None
@@ -87,7 +91,9 @@ class Counts(NamedTuple):
 
 
 def boundary(format: Format, factors: tuple[float, ...] = FACTORS) -> Tensor:
-    """Return a matrix of the boundary values of a format. Each group has a number that determines its scale."""
+    """Return a matrix of the boundary values of a format. The first element of each group is the format's largest
+    number, which fixes the scale of the group.
+    """
     if format.element == "e4m3":
         numbers = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     elif format.element == "e2m1":
@@ -103,13 +109,13 @@ def boundary(format: Format, factors: tuple[float, ...] = FACTORS) -> Tensor:
     rows = torch.nn.functional.pad(points, (0, -len(points) % width)).view(-1, width)
     rows = torch.cat((numbers[-1].expand(len(rows), 1), rows), 1)
     wide = torch.cat([rows * factor for factor in factors])
-    if format.scale == "e4m3":  # the row scale holds for 128 rows
+    if format.scale == "e4m3":  # 128 rows share a row scale
         return wide.repeat_interleave(128, 0)
     return wide.repeat_interleave(format.rows, 0).repeat(1, 128 // wide.shape[1])
 
 
 def tiny(format: Format) -> Tensor:
-    """Return the boundary values times a factor with which scales are at their lower limit."""
+    """Return the boundary values, multiplied by a factor so small that scales reach their lower limit."""
     return boundary(format, (TINY,))
 
 
@@ -121,7 +127,7 @@ def random(format: Format) -> Tensor:
 
 
 def count(left: Tensor, right: Tensor) -> int:
-    """Return how many elements have other bits."""
+    """Return the number of elements with different bits."""
     assert left.shape == right.shape, (left.shape, right.shape)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[left.element_size()]
     return int((left.contiguous().view(kind) != right.to(left.dtype).contiguous().view(kind)).sum())
@@ -140,7 +146,7 @@ def by_compressed_tensors(matrix: Tensor, format: Format, ours: Quantized) -> Co
         zeros = ours.zeros.float() - 8
     numbers = ours.numbers() if zeros is None else ours.codes.float() - 8
     values = dequantize(numbers, scales, zeros, args, torch.float32)
-    usable = torch.where(scales == 0, 1.0, scales)  # the package never has a scale of 0
+    usable = torch.where(scales == 0, 1.0, scales)  # compressed-tensors has no scale of 0
     codes = quantize_with(matrix, usable, zeros, args, torch.float32)
     low, high = torch.aminmax(_blocks(matrix, format), dim=-1)
     theirs, _ = calculate_qparams(low, high, args, divisor)
@@ -241,8 +247,8 @@ def table_of_formats() -> Table:
 
 
 def compressed(weight: Tensor, layout: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tensors that compressed-tensors stores for a matrix, and their values by compressed-tensors, in
-    float32.
+    """Return the tensors that compressed-tensors stores for a matrix, and the float32 values that compressed-tensors
+    reads from them.
     """
     scheme = preset_name_to_scheme(PRESETS[layout], [])
     format = LAYOUTS[layout].format
@@ -293,7 +299,7 @@ def table_of_checkpoints(folder: Path) -> Table:
 
 
 def count_awq() -> tuple[int, int, int]:
-    """Read random words of AutoAWQ with compressed-tensors' converter and with the loader."""
+    """Read random packed words in AutoAWQ's layout, with compressed-tensors' converter and with trueroll's loader."""
     generator, (rows, columns) = torch.Generator().manual_seed(0), (ROWS, COLUMNS)
     words, zeros = (
         torch.randint(-(2**31), 2**31, (size, rows // 8), generator=generator).to(torch.int32)

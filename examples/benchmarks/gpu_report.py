@@ -83,7 +83,7 @@ PUBLISHED = ((128, 10.11, 0.25), (8, 19.34, 0.38))
 REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
 # For each model: the numbers of sequences, in groups of 8 per prompt, and the tokens per prompt and per sample.
 SERVED, SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = ("qwen3-0.6b", "qwen2.5-7b"), (64, 256, 512), 128, 256
-KV_MEMORY = 32 * 2**30  # room for all sequences
+KV_MEMORY = 32 * 2**30  # enough memory for all sequences
 RUNS = 3
 REPLAYS = 9
 COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H100 or H200
@@ -130,7 +130,7 @@ def step_cost(model: Any, sequences: int) -> tuple[int, int]:
 
 def seconds_of(calls: Sequence[Callable[[], object]]) -> float:
     """Capture `calls` in one graph. Return the median seconds per call over several replays."""
-    for call in dict.fromkeys(calls):  # compiles kernels
+    for call in dict.fromkeys(calls):  # the first call compiles the kernels
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -388,7 +388,7 @@ def measure_serving(ops: Backend, machine: Machine) -> Iterator[Row]:
         groups = [Workload("groups of 8", n // 8, 0, PROMPT_TOKENS, 8, NEW_TOKENS, 1.0) for n in SEQUENCES]
         for workload in (*groups, Workload("shared", REQUESTS, SHARED_TOKENS, OWN_TOKENS, 1, NEW_TOKENS, 0.0)):
             yield serving_row(name, workload, median_seconds(system, workload))
-        del system  # frees its memory for the next model
+        del system  # frees the memory of this model for the next model
 
 
 def serving_row(model: str, workload: Workload, seconds: float) -> Row:

@@ -308,11 +308,11 @@ class Bench:
         )
 
     async def report_malformed(self) -> None:
-        """Send malformed requests alongside good ones."""
+        """Send malformed requests at the same time as valid requests."""
         prompts, params = self.asked(GOOD)
         expected = await self.client.singles(prompts, params)
         generator = random.Random(0)
-        await self.flood(generator, MALFORMED // 10)  # warm-up: memory grows once
+        await self.flood(generator, MALFORMED // 10)  # warm-up: at first, memory grows
         before = [rss(self.front), rss(self.worker)]
         flood = asyncio.create_task(self.flood(generator, MALFORMED))
         await self.http.connect()
@@ -330,8 +330,8 @@ class Bench:
         )
 
     async def report_sessions(self) -> None:
-        """Run many sessions at once, each on its own connection. The tokens of a turn begin with those of the turn
-        before.
+        """Run many sessions at once, each on its own connection. The tokens of each turn begin with all tokens of the
+        previous turn.
         """
         await self.http.connect()
         connections = await asyncio.gather(*(Connection.open(self.http.url) for _ in range(SESSIONS)))

@@ -1,7 +1,8 @@
-"""The experiments of `laws_report.py` in one process: an engine's host, its ops and its prefix cache.
+"""The experiments of `laws_report.py` that need no worker. These experiments measure an engine in this process: the
+host's work in a step, the ops, and the prefix cache.
 
-Costs are CPU seconds of this process, or bytes. Where only the host is measured, the model and the sampler take no
-time.
+Costs are CPU seconds of this process, or bytes. In experiments that measure only the host, stand-ins replace the model
+and the sampler and take no time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from trueroll.rollout.garbage import bound_pauses
 Costs = dict[str, float]
 BLOCK_SIZE, ROWS, STEPS = 16, 64, 24
 RUN = 32
-"""Blocks of a cached prefix."""
+"""Number of blocks in each cached prefix."""
 VOCAB = 8192
 MODEL: dict[str, Any] = dict(
     architectures=["LlamaForCausalLM"],
@@ -134,7 +135,7 @@ def finish(engine: Engine) -> list[SampleOutput]:
 
 
 def first_token(engine: Engine, asked: GenerateRequest) -> None:
-    """Add a request and step until its first token was drawn. It needs further tokens."""
+    """Add a request, and step until its first token is drawn. The request must ask for more than one token."""
     engine.add(asked)
     engine.stream(asked.id)
     while not engine.take_deltas():
@@ -142,7 +143,9 @@ def first_token(engine: Engine, asked: GenerateRequest) -> None:
 
 
 def begin(engine: Engine, requests: Sequence[GenerateRequest]) -> None:
-    """Add requests, and step until each has drawn a token. They need further tokens."""
+    """Add requests, and step until each request has a token. Each request must ask for more tokens than are drawn
+    meanwhile.
+    """
     missing = {each.id for each in requests}
     for each in requests:
         engine.add(each)
@@ -153,9 +156,9 @@ def begin(engine: Engine, requests: Sequence[GenerateRequest]) -> None:
 
 
 def context(size: int) -> Costs:
-    """A prompt of `size` tokens: computed, found in the cache, and decoded after it.
+    """Measure a prompt of `size` tokens: computing it, finding it in the cache, and the decode steps after it.
 
-    Raise RuntimeError unless the hit has the bits of the miss.
+    Raise RuntimeError unless the samples after a cache hit have the same bits as the sample after the miss.
     """
     with new_engine(4, size + 64, size // BLOCK_SIZE + 16, backend="auto") as engine:
         tokens = prompt(size, size)
@@ -179,7 +182,7 @@ def _check_hit(computed: SampleOutput, found: SampleOutput, size: int) -> None:
 
 
 def long_among_short(size: int) -> Costs:
-    """A step that decodes one context of `size` tokens and 63 contexts of 32 tokens; only the host is measured."""
+    """Measure the host's time for a step that decodes one context of `size` tokens and 63 contexts of 32 tokens."""
     with host(ROWS, size + 128, size // BLOCK_SIZE + 16 * ROWS) as engine:
         short = [request(i, prompt(i, 32), max_tokens=STEPS + 64) for i in range(1, ROWS)]
         begin(engine, [request("long", prompt(0, size), max_tokens=STEPS + 64), *short])
@@ -187,7 +190,7 @@ def long_among_short(size: int) -> Costs:
 
 
 def waiting(size: int) -> Costs:
-    """`size` requests wait behind 64 that decode."""
+    """Measure the costs of `size` waiting requests, while 64 other requests decode."""
     requests = [request(i, prompt(i, 2 * BLOCK_SIZE), max_tokens=2) for i in range(size)]
     with host(ROWS, 256, ROWS * 16) as engine:
         begin(engine, [request(f"runs {i}", prompt(size + i, BLOCK_SIZE), max_tokens=128) for i in range(ROWS)])
@@ -206,7 +209,7 @@ def waiting(size: int) -> Costs:
 
 
 def same_prefix(size: int) -> Costs:
-    """`size` requests with one prefix of 32 blocks arrive at once and are served."""
+    """Measure the cost of serving `size` requests that arrive at once and share a prefix of 32 blocks."""
     shared = prompt(0, 32 * BLOCK_SIZE)
     with host(ROWS, 1024, 64 * ROWS) as engine:
         for i in range(size):
@@ -215,8 +218,8 @@ def same_prefix(size: int) -> Costs:
 
 
 def blocks(size: int) -> Costs:
-    """A prefix cache of `size` blocks, in a process of its own. Look-ups and evictions are timed for a part of the
-    blocks, and scaled to all.
+    """Measure a prefix cache of `size` blocks, in a separate process. Look-ups and evictions are timed for some of the
+    blocks, and the times are scaled to all blocks.
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(_blocks, size).result()
@@ -241,7 +244,7 @@ def _blocks(size: int) -> Costs:
     evicted = scale * cpu_seconds(lambda: _publish(cache, fresh))
     assert cache.tables.pools[0].evictions == fresh.size // BLOCK_SIZE
     gc.callbacks.clear()
-    gc.unfreeze()  # libraries print a warning about objects that are not freed in the end
+    gc.unfreeze()  # libraries print a warning about objects that are not freed at exit
     costs = {"fill": fill, "look up": found, "evict and fill": evicted, "memory": float(held)}
     return {f"blocks: {name}": cost for name, cost in costs.items()}
 
@@ -262,7 +265,7 @@ def _find(cache: PrefixCache, prefixes: np.ndarray) -> None:
 
 
 def group(size: int) -> Costs:
-    """A group of `size` samples of 16 tokens, after a prompt of 256 tokens."""
+    """Measure a group of `size` samples of 16 tokens each, after a prompt of 256 tokens."""
     tokens = 16 * BLOCK_SIZE
     with host(1024, 512, 1024 * 3 + 64) as engine:
         engine.add(request("served", prompt(0, tokens), n=size, max_tokens=16))
@@ -275,7 +278,7 @@ def group(size: int) -> Costs:
 
 
 def of_params(name: str, params: Callable[[int], dict[str, Any]]) -> Callable[[int], Costs]:
-    """Return an experiment: 16 samples of 32 tokens with the parameters for a size."""
+    """Return an experiment that draws 16 samples of 32 tokens. `params`: returns the sampling parameters for a size."""
 
     def experiment(size: int) -> Costs:
         fields = params(size)
@@ -292,12 +295,14 @@ def stop_strings(size: int) -> dict[str, Any]:
 
 
 def stop_tokens(size: int) -> dict[str, Any]:
-    """Stop tokens that are not drawn, because they get a bias or are not allowed."""
+    """Return parameters with `size` stop tokens, none of which can be drawn, because only other tokens are allowed."""
     return dict(stop_token_ids=tuple(range(4000, 4000 + size)), allowed_token_ids=tuple(range(4000)))
 
 
 def spans(size: int) -> Costs:
-    """A prompt of 16,384 tokens with `size` spans of other content, computed and found; only the host is measured."""
+    """Measure the host's time for a prompt of 16,384 tokens that contains `size` content spans, as a cache miss and as
+    a hit.
+    """
     length = 2**14
     step = length // size
     placed = tuple(ContentSpan(i * step, i * step + 8, i.to_bytes(32, "little")) for i in range(size))
@@ -312,7 +317,7 @@ def spans(size: int) -> Costs:
 
 
 def adapters(size: int) -> Costs:
-    """64 sequences decode, each with one of `size` named adapters."""
+    """Measure a step of 64 decoding sequences, each with one of `size` named adapters."""
     with new_engine(ROWS, 256, ROWS * 16, backend="auto", adapter_bytes=2**28) as engine:
         for i in range(size):
             _load_adapter(engine, str(i))

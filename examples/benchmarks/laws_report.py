@@ -4,11 +4,11 @@ Each law is measured at several sizes. The rounds alternate among the sizes, and
 is the exponent e with which the cost grows as size^e: the slope of a straight line through the logarithms of sizes and
 costs. The line is fitted twice, to all sizes and to the larger half of the sizes, where constant costs matter least.
 The larger slope counts. A law holds if its growth is at most 1.1, so that the cost is at most linear. For a prompt that
-is not in the cache, the size is the number of pairs of a token and itself or an earlier token, because attention
-computes each pair.
+is not in the cache, the size is the number of pairs that attention computes: each token with itself and with every
+earlier token.
 
 Costs are CPU time of the process that does the work, or bytes of memory, so other processes on the machine have little
-effect. Only starts and the memory of blocks depend on the machine's free memory.
+effect. Only the laws about the start of a worker and about the memory of blocks depend on the machine's free memory.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ from trueroll.rollout.garbage import bound_pauses  # noqa: E402
 from trueroll.rollout.worker.process import raise_descriptor_limit  # noqa: E402
 
 MOST_GROWTH = 1.1
-"""The largest growth of a law that holds: linear, within 10%."""
+"""The largest growth that counts as linear: 1, plus a tolerance of 10%."""
 Measure = Callable[[int], dict[str, float]]
 
 
 def pairs(size: int) -> float:
-    """Return the number of pairs of a token and itself or an earlier token."""
+    """Return the number of pairs that attention computes for a sequence: each token with itself and with every earlier
+    token.
+    """
     return size * (size + 1) / 2
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Measures the costs of one or more laws. `unit`: what a size counts. `open`: gets the sizes and returns a context
-    manager, which yields the measure. `quick`: sizes for `--quick`. `work`: for some laws, the unit and the number of
-    units for a size.
+    """An experiment that measures the costs of one or more laws. `unit`: the unit of a size, such as tokens. `open`:
+    takes the sizes and returns a context manager, which yields the function that measures one size. `quick`: the sizes
+    for `--quick`. `work`: for laws with another unit than the size, that unit and the number of units for a size.
     """
 
     unit: str
@@ -65,7 +67,7 @@ class Experiment:
 
 
 def plain(measure: Measure) -> Callable[[Sequence[int]], AbstractContextManager[Measure]]:
-    """Return the `open` of an experiment that needs no preparation."""
+    """Return a value for the field `open` of an experiment that needs no preparation."""
     return lambda sizes: nullcontext(measure)
 
 
@@ -253,7 +255,7 @@ def timed(console: Console, name: str) -> Iterator[None]:
 
 
 def _thaw() -> None:
-    """Let all objects be freed at the end: libraries print a warning about objects that are not."""
+    """Let the interpreter free all objects at exit. Libraries print a warning about objects that are not freed."""
     gc.callbacks.clear()
     gc.unfreeze()
 
@@ -270,7 +272,7 @@ def main(
     names = [name for name in EXPERIMENTS if not chosen or any(fnmatch(name, pattern) for pattern in chosen)]
     if unknown := [each for each in chosen or () if not any(fnmatch(name, each) for name in EXPERIMENTS)]:
         raise typer.BadParameter(f"no experiment is named {unknown[0]!r}; choose from {', '.join(EXPERIMENTS)}")
-    bound_pauses()  # as in a worker
+    bound_pauses()  # a worker also bounds the pauses of garbage collection
     atexit.register(_thaw)
     raise_descriptor_limit()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,6 +1,6 @@
-"""The experiments of `laws_report.py` with processes: a worker, a front end, a fleet.
+"""The experiments of `laws_report.py` that start other processes: a worker, a front end, or a fleet.
 
-Costs are CPU seconds of the process that the law is about, or bytes of its memory.
+Costs are CPU seconds or bytes of memory of the measured process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cpu_of(pid: int) -> float:
 
 
 def cost_in(pid: int, call: Callable[[], object]) -> float:
-    """Return the CPU time that a call costs another process."""
+    """Return the CPU time that another process spends while `call` runs."""
     before = cpu_of(pid)
     call()
     return cpu_of(pid) - before
@@ -95,7 +95,7 @@ async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def bounded(calls: list[Callable[[], Awaitable[object]]]) -> None:
-    """Make all calls, `AT_ONCE` at the same time."""
+    """Make all calls, at most `AT_ONCE` at the same time."""
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(call: Callable[[], Awaitable[object]]) -> None:
@@ -107,7 +107,7 @@ async def bounded(calls: list[Callable[[], Awaitable[object]]]) -> None:
 
 @contextmanager
 def clients() -> Iterator[Measure]:
-    """`size` clients of a worker connect, send a request each, and leave."""
+    """Measure a worker's CPU time for `size` clients that connect, send one request each, and disconnect."""
     with tempfile.TemporaryDirectory() as folder:
         with launch_worker(str(write_checkpoint(Path(folder))), **SETTINGS) as worker:
 
@@ -125,7 +125,7 @@ def clients() -> Iterator[Measure]:
 
 @contextmanager
 def connections() -> Iterator[Measure]:
-    """`size` HTTP clients keep their connections, and send a request each."""
+    """Measure a front end's CPU time for `size` open HTTP connections, with one request on each connection."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         worker = stack.enter_context(launch_worker(str(write_checkpoint(Path(folder))), **SETTINGS))
         url, pid = stack.enter_context(front_end(worker.address))
@@ -146,7 +146,9 @@ def connections() -> Iterator[Measure]:
 
 @contextmanager
 def sessions() -> Iterator[Measure]:
-    """`size` sessions begin and get one answer each; then one session gets `size // 4` answers."""
+    """Measure a front end's CPU time for `size` sessions with one answer each, and then for one session with `size //
+    4` answers.
+    """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = write_checkpoint(Path(folder))
         worker = stack.enter_context(launch_worker(str(model), **SETTINGS | dict(num_blocks=2**15)))
@@ -192,7 +194,7 @@ def sessions() -> Iterator[Measure]:
 
 @contextmanager
 def fleet(largest: int) -> Iterator[Measure]:
-    """A client of `size` workers gets 512 groups; its CPU time for each group."""
+    """Measure the CPU time of a fleet client that requests 512 groups from `size` workers."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = str(write_checkpoint(Path(folder)))
         workers = [stack.enter_context(launch_worker(model, **SETTINGS)) for _ in range(largest)]
@@ -207,12 +209,12 @@ def fleet(largest: int) -> Iterator[Measure]:
 
 
 def simulated(size: int) -> Costs:
-    """The placement of a group among `size` simulated workers. The placement's code is the fleet's own."""
+    """Measure the placement of a group on one of `size` simulated workers, with the fleet client's own code."""
     return {"fleet: a simulated placement": simulate("this placement", Workload(max(500, 4 * size), 1), size, 1).cost}
 
 
 def start(size: int) -> Costs:
-    """Start a worker with about `size` MB of weights, in bfloat16."""
+    """Measure the start of a worker with `size` MB of bfloat16 weights."""
     with tempfile.TemporaryDirectory() as folder:
         changes = dict(
             hidden_size=512, intermediate_size=4608, num_attention_heads=8, num_key_value_heads=8, head_dim=64
@@ -225,5 +227,5 @@ def start(size: int) -> Costs:
         ):
             client.generate([[1, 2, 3]], PARAMS, seed=0)
             seconds, memory = cpu_of(worker.pid), psutil.Process(worker.pid).memory_info().rss
-    scale = size * 2**20 / num_bytes  # the weights are a little larger or smaller
+    scale = size * 2**20 / num_bytes  # the weights are not exactly `size` MB
     return {"start: time": seconds * scale, "start: memory": memory * scale}

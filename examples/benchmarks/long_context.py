@@ -1,14 +1,16 @@
-"""Long contexts: a task on generated data, with hits of the prefix cache compared with misses, bit by bit.
+"""Answer questions about long contexts, and compare samples after prefix cache hits with samples after misses, bit by
+bit.
 
 `python examples/benchmarks/long_context.py [MODEL]`. Each context is filler text with facts at random places. Questions
-about it are multiple-choice, in the format of LongBench v2 (fields `context`, `question`, `choice_A` to `choice_D`,
-`answer`, and others that are ignored), and also have the field `choices` of lm-eval's tasks for LongBench v2. *Needle*
-questions ask for one fact. *Multi-hop* questions need a chain of three facts. `--write` writes the questions as JSON
-lines; `--read` reads such a file, for example one with LongBench v2's own questions, in place of generating them.
+about a context are multiple-choice, in the format of LongBench v2: they have the fields `context`, `question`,
+`choice_A` to `choice_D` and `answer`. Other fields are ignored. Questions also have the field `choices` of lm-eval's
+tasks for LongBench v2. *Needle* questions ask for one fact. *Multi-hop* questions need a chain of three facts.
+`--write` writes the questions as JSON lines; `--read` reads such a file, for example one with LongBench v2's own
+questions, in place of generating them.
 
-Every question is answered twice: in turn, where all but the first question of a context find the context in the cache,
-and with an empty cache. The report shows the accuracy, the hit rate, and the times. Exits with 1 if any bit differs.
-Without MODEL, the model is tiny and has random weights, so the accuracy means nothing.
+Every question is answered twice: once with the prefix cache, which all questions about a context except the first one
+hit, and once with an empty cache. The report shows the accuracy, the hit rate, and the times. Exits with 1 if any bit
+differs. Without MODEL, the model is tiny and has random weights, so the accuracy means nothing.
 """
 
 from __future__ import annotations
@@ -105,14 +107,14 @@ class Answered:
 
 
 class Reader:
-    """Answers questions with an engine, with the log-probs of the next tokens."""
+    """Answers questions with an engine. Answers include log-probs."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, max_new: int) -> None:
         self._engine, self._tokenizer, self._max_new = engine, tokenizer, max_new
         self._count = 0
 
     def answer(self, question: dict[str, str], is_cached: bool) -> Answered:
-        """Answer a question. `is_cached`: keep the prefix cache."""
+        """Answer a question. If `is_cached` is False, first empty the prefix cache."""
         if not is_cached:
             self._engine.invalidate_prefix_cache()
         parts = question["context"], text_of(question)

@@ -1,9 +1,10 @@
 """Measure the cost of computing sums in pieces on one device: `python examples/benchmarks/pieces_report.py [CONFIG]`.
 
-The module `kernels.pieces` defines pieces. Two engines take turns and serve the same requests: the first computes sums
-in the model's number of pieces, the second in one piece. The table shows the speed with the model's number of pieces as
-a multiple of the speed with one piece: the median and the range of several pairs of runs. CONFIG: as in `trueroll bench
---dummy-weights`; default: qwen3-0.6b. Run the report on an otherwise idle machine.
+A long sum can be computed in several pieces, which are then added (see the module `kernels.pieces`). Two engines take
+turns and serve the same requests: the first engine computes sums in the model's number of pieces, the second engine in
+one piece. The table shows the speed with the model's number of pieces as a multiple of the speed with one piece: the
+median and the range of several pairs of runs. CONFIG: as in `trueroll bench --dummy-weights`; default: qwen3-0.6b. Run
+the report on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
         speeds = list[float]()
         for number in range(1 + PAIRS):
             seconds = {each: each(workload).seconds for each in [whole, cut][:: 1 if number % 2 else -1]}
-            if number > 0:  # the first pair warms up
+            if number > 0:  # the first pair of runs is a warm-up
                 speeds.append(seconds[whole] / seconds[cut])
         table.add_row(name, f"{statistics.median(speeds):.3f}", f"{min(speeds):.3f} to {max(speeds):.3f}")
     Console().print(table)

@@ -105,8 +105,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def report_passes(console: Console, worker: WorkerProcess, weights: Weights) -> None:
-    """Compare pushes by `shared` with warm copies of the same bytes by one thread, in pairs. Then measure the CPU time
-    of each pass over the bytes. CPU times depend less on the other processes of the machine.
+    """Compare the time of a push by `shared` with the time in which one thread copies the same bytes into memory
+    already in use. Pushes and copies alternate. Then measure the CPU time of each pass over the bytes. CPU times depend
+    less on the other processes of the machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -298,7 +299,9 @@ def training_steps(folder: Path) -> Iterator[Weights]:
 
 
 def slime_bytes(old: Weights, new: Weights) -> int:
-    """Return the bytes of the file of slime's delta, with its default encoding: XOR, in Zstandard's level 1."""
+    """Return the size in bytes of the delta file that slime would write with its default encoding: XOR, compressed with
+    Zstandard at level 1.
+    """
     frames: dict[str, np.ndarray] = {}
     digests: dict[str, str] = {}
     for name, tensor in new.items():
@@ -310,8 +313,8 @@ def slime_bytes(old: Weights, new: Weights) -> int:
 
 
 def report_deltas(console: Console, worker: WorkerProcess, folder: Path) -> None:
-    """Push each of `STEPS` optimizer steps as a delta. Then let the worker go back to the first step, and forward to
-    the last step.
+    """Push each of `STEPS` optimizer steps as a delta. Then let the worker pull the first version of the chain, and
+    from there catch up with the last version.
     """
     table = Table("step", "changed", "delta MB", "of whole", "slime's MB", "push ms", "of it writing")
     with tempfile.TemporaryDirectory() as chain, WeightPublisher("delta", folder=chain, full_every=STEPS + 1) as to:
@@ -363,7 +366,8 @@ def merge_seconds(model: torch.nn.Module) -> float:
 
 def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weights: Weights) -> None:
     """Compare pushes of adapters alone with pushes of all weights, in turn. The adapters cover some or all matrices.
-    All weights are pushed with and without an adapter. "prepare" is the time before the first message of the push.
+    All weights are pushed in two ways: without an adapter and with an adapter. "prepare" is the time before the first
+    message of the push.
     """
     columns = "MB", "of whole", "ms", "whole ms", "faster", "with adapters", "pause ms", "CPU ms: trainer", "worker"
     table = Table(f"rank {RANK}, target modules", *columns)
@@ -378,7 +382,7 @@ def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weigh
             publisher.push(model, next(VERSIONS))  # warm-up
             for _ in range(REPEATS):
                 whole.append(publisher.push(weights, next(VERSIONS)))
-                publisher.push(model, next(VERSIONS), adapters=True)  # compares checksums of all weights
+                publisher.push(model, next(VERSIONS), adapters=True)  # verifies the checksums of all weights
                 before = time.process_time(), cpu_seconds(worker.pid)
                 alone.append(publisher.push(model, next(VERSIONS), adapters=True))
                 cpu.append((time.process_time() - before[0], cpu_seconds(worker.pid) - before[1]))

@@ -2,9 +2,9 @@
 
 MODEL: by default `smollm2`. Each SETTING is a value of a worker's `quantization`, by default every format. An engine
 with each setting scores the same tokens, in windows of `WINDOW` tokens: the documentation of Python's syntax, which is
-part of Python (`pydoc_data.topics`). The table has the perplexity, its quotient by the perplexity in the model's dtype,
-the mean distance between the log-probs of a token with and without quantization, and the bytes of the weights. No
-figure depends on the load of the machine.
+part of Python (`pydoc_data.topics`). The table has the perplexity, the ratio of this perplexity to the perplexity in
+the model's dtype, the mean absolute difference between a token's log-probs with and without quantization, and the bytes
+of the weights. No figure depends on the load of the machine.
 """
 
 from __future__ import annotations

@@ -2,22 +2,23 @@
 caches, on a CPU: `python examples/benchmarks/quantized_report.py [FORMAT...]`, `... quantized_report.py kv_cache`.
 
 The matrices of each format, and the plain bfloat16 matrices, have 250 million elements in total, so that every product
-reads its matrix from memory. For 1 and for 64 rows, and for one and two threads, a table shows how many times as fast
-as plain matrices each format is (the median over rounds; a round times all formats one after the other, so that all see
-the same load on the machine), and how fast the stored bytes are read. The row `reading` sums the bytes of the plain
-matrices as 64-bit integers, which needs hardly any arithmetic: its rate is the rate of memory. TRUEROLL_CPU_ISA chooses
-an instruction set.
+reads its matrix from memory. For 1 and for 64 rows, and for one and two threads, a table shows the speed of each format
+as a multiple of the speed of plain matrices, and the rate at which the stored bytes are read. The figures are medians
+over rounds. A round times all formats one after the other, so that all formats see the same load on the machine. The
+row `reading` sums the bytes of the plain matrices as 64-bit integers, which needs hardly any arithmetic: its rate is
+the memory bandwidth. TRUEROLL_CPU_ISA chooses an instruction set.
 
 With `kv_cache`, the tables show the same for decode steps over 8,192 tokens of context, for the key-value heads of some
 models and for 1 and 8 sequences. The caches of bfloat16 have 512 MiB in total. Here, `reading` uses one thread.
 
-For one thread, `limit` is the highest possible value of `times as fast`. It assumes that a product takes the longer of
-two times: reading the format's bytes at the rate of `reading`, and computing with a small matrix or a short context in
-the core's cache. Computing with codes includes their expansion. Formats with quantized activations have no `limit`: a
-product with a small matrix would spend too much of its time on the activations.
+For one thread, `limit` is the highest possible value of `times as fast`. The limit assumes that a product takes the
+longer of two times: the time to read the format's bytes at the rate of `reading`, and the time to compute if all data
+is in the core's cache. The latter is measured with a small matrix or a short context, and includes the conversion of
+codes to numbers. Formats with quantized activations have no `limit`: a product with a small matrix would spend too much
+of its time on the activations.
 
-With --cpu-time, the times are those that the processor worked, for one thread. Other processes then count only as far
-as they use the same caches and memory.
+With --cpu-time, the report shows CPU times instead of elapsed times, for one thread only. Other processes then affect
+the times only through the caches and the memory that they share with the report.
 """
 
 import sys
@@ -39,7 +40,7 @@ from trueroll.kernels.specs import AttentionSpec
 
 SIZE, COUNT, ROUNDS = 4096, 15, 9
 CONTEXT, BLOCK, CACHE_BYTES = 8192, 16, 2**29
-CACHED_ROWS, CACHED_CONTEXT = 64, 256  # of a matrix, and of a context, in a core's cache
+CACHED_ROWS, CACHED_CONTEXT = 64, 256  # small enough for a core's cache: rows of a matrix, tokens of a context
 REPEATS = 20
 # Heads, key-value heads and head size.
 MODELS = {
@@ -51,7 +52,7 @@ MODELS = {
 
 
 def matrices(name: str | None, count: int = COUNT, rows: int = SIZE) -> list:
-    """Return matrices of a format; None: plain matrices."""
+    """Return matrices of the format `name`; plain matrices if `name` is None."""
     empty = partial(torch.empty, dtype=torch.bfloat16)
     made = [ops.new_weight(rows, SIZE, empty, FORMATS[name] if name else None) for _ in range(count)]
     made[0].copy_(torch.randn(rows, SIZE) / SIZE**0.5)
@@ -122,7 +123,7 @@ def batch_of(sequences: int, context: int) -> AttentionBatch:
 
 
 def decode(name: str, caches: list, q: Tensor, batch: AttentionBatch, threads: int, clock) -> float:
-    # The threads of torch would go on spinning after the sums.
+    # With more threads, torch's threads would keep spinning after the sums and slow down the next measurement.
     torch.set_num_threads(1 if name == "reading" else threads)
     start = clock()
     for layer in caches:

@@ -138,7 +138,7 @@ def report_pushes(folder: Path, console: Console) -> None:
                 started = time.perf_counter()
                 publisher.push(tensors, number)
                 took[publisher] = time.perf_counter() - started
-            if number > 1:  # the first pair warms up
+            if number > 1:  # the first pair of pushes is a warm-up
                 ratios.append(took[to_several] / took[to_one])
                 seconds.append(took[to_one])
     table = Table("a push to one rank", f"to {SIZE} ranks, as a multiple", "least to most", title="Pushes")

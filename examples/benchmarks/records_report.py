@@ -1,12 +1,12 @@
 """Report what large records cost a front end: `python examples/benchmarks/records_report.py MODEL`.
 
-Each request records up to 128 tokens at each of 2,000 positions, of a sample or of a prompt. For each kind of request,
-the report shows the length of the answer. For several requests of a kind, it shows the longest time for which each
-request held the event loop of the front end. The report also shows the most memory that the front end allocated, as
-`tracemalloc` counts it: during the whole request, and from the arrival of the worker's reply on. The latter includes
-the frame of the reply, which ZMQ allocates and `tracemalloc` does not count. MODEL: a folder with a
-context of at least 2,100 tokens. The front end runs in this process; the worker and the client have processes of their
-own.
+A record lists up to 128 tokens for each position of a sample or of a prompt. Each request asks for the records of 2,000
+positions. For each kind of request, the report shows the length of the answer. The report sends several requests of
+each kind, and shows for each request the longest time for which the front end's event loop was blocked. The report also
+shows the peak memory of the front end, as `tracemalloc` counts it: the peak during the whole request, and the peak
+after the worker's reply has arrived. The second peak also includes the frame of the reply, which ZMQ allocates and
+`tracemalloc` does not count. MODEL: the folder of a model with a context of at least 2,100 tokens. The front end runs
+in this process; the worker and the client have processes of their own.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ def asked() -> dict[str, dict[str, Any]]:
 
 
 class Front:
-    """A front end on a thread of this process. `held`: the longest time for which the front end's event loop was held,
-    in seconds.
+    """A front end on a thread of this process. `held`: the longest time for which the front end's event loop was
+    blocked, in seconds.
     """
 
     def __init__(self, address: str) -> None:

@@ -1,20 +1,21 @@
 """Report how close each part of the work comes to the machine's limit, on each instruction set: `python
 examples/benchmarks/roofline_report.py [MODEL [DTYPE]] [--dummy-weights] [--isa NAME] [--plot FILE.png]`.
 
-The limit of an op is the time that it would take at the machine's best rates: the longer of its arithmetic at the best
-rate of products, and its bytes at the best rate of memory. The rates, arithmetic and bytes are those of
-`cpu_report.py`, which measures one instruction set in more detail. If an op of the workloads is faster than the
-products that `cpu_report.py` measures alone, the op's rate is the best one. The limit of Python is 0.
+The limit of an op is the time that the op would take at the machine's best rates: the time for its arithmetic at the
+best rate of matrix products, or the time to move its bytes at the best rate of memory, whichever is longer. The rates,
+arithmetic and bytes are those of `cpu_report.py`, which measures one instruction set in more detail. If an op in a
+workload reaches a higher rate than the matrix products that `cpu_report.py` measures, the op's rate is taken as the
+machine's best rate of matrix products. The limit of Python is 0.
 
 The table has two lines for each kind of step. `engine` is the step of an engine, which runs all layers in one native
 call. `op by op` is the same step with a call from Python for each op, so that each op can be timed. The limit of both
-is the sum of the limits of the ops. The lines below are those of the ops. `share`: the part of the time of `op by op`
-that the op takes. `of limit`: the limit, divided by the time. `gap`: the part of the time that would be saved if the op
-reached its limit. The largest gaps are the parts to improve. The picture has a bar for each kind of step, with a piece
-for each op; the dark part of a piece is the op's limit. The number beside a bar is `of limit` of the engine.
+is the sum of the limits of the ops. Each of the following lines is about one op. `share`: the part of the time of `op
+by op` that the op takes. `of limit`: the limit, divided by the time. `gap`: the part of the time that would be saved if
+the op reached its limit. The largest gaps are the parts to improve. The picture has a bar for each kind of step, with a
+piece for each op; the dark part of a piece is the op's limit. The number beside a bar is `of limit` of the engine.
 
-Each instruction set is measured in a process of its own, RUNS times in turn with the others. All figures are medians.
-Run the report on an otherwise idle machine.
+Each instruction set is measured RUNS times, each time in a new process. The instruction sets take turns. All figures
+are medians. Run the report on an otherwise idle machine.
 """
 
 import argparse
@@ -46,21 +47,21 @@ ONE_RUN, ENGINE = "--one-run", "engine"
 
 
 class Part(NamedTuple):
-    """A part of a kind of step: the seconds of one step that the part takes, and its limit in seconds."""
+    """The time that one part of a step takes, and the limit of this time, in seconds."""
 
     seconds: float
     limit: float
 
 
 Steps = dict[str, dict[str, Part]]
-"""The parts of each kind of step, such as `group, decode`, by op. `Python` is the time outside of ops, and `engine` the
-step of an engine that runs all layers in one native call.
+"""For each kind of step, such as `group, decode`, its parts by name. Most parts are ops. The part `Python` is the time
+outside of ops. The part `engine` is the whole step of an engine that runs all layers in one native call.
 """
 
 
 def parts_of(phase, best: dict[str, float], recurrences) -> dict[str, Part]:
-    """Return the parts of one step. `phase`: as `run_workload` of cpu_report.py returns it. `best`: the best rates in
-    1e9 per second.
+    """Return the parts of one step. `phase`: the measurements of a kind of step, as returned by `run_workload` in
+    cpu_report.py. `best`: the best rates, in units of 1e9 per second.
     """
     count, seconds, op_seconds, flops, num_bytes = phase
     found = {}
@@ -100,7 +101,7 @@ def one_run(model: str, dtype: str, dummy: bool) -> Steps:
 
 def phases_of(engine: Engine, meter: cpu.Meter | Unmetered) -> dict[str, list]:
     """Run all workloads on an engine. Return what `run_workload` returns for each kind of step."""
-    gc.freeze()  # as a worker does
+    gc.freeze()  # a worker also freezes its objects
     phases = {}
     for workload in (w for group in WORKLOADS.values() for w in group):
         cpu.run_workload(engine, workload, meter)  # warm-up
@@ -110,7 +111,7 @@ def phases_of(engine: Engine, meter: cpu.Meter | Unmetered) -> dict[str, list]:
 
 
 def best_products(phase) -> float:
-    """Return the best rate of arithmetic of an op, in 1e9 per second."""
+    """Return the highest rate of arithmetic that any op reached, in units of 1e9 per second."""
     _, _, op_seconds, flops, _ = phase
     return max(flops[name] / seconds / 1e9 for name, seconds in op_seconds.items())
 
@@ -147,7 +148,7 @@ def make_table(isa: str, steps: Steps) -> Table:
 
 
 def split(parts: dict[str, Part]) -> tuple[Part, dict[str, Part]]:
-    """Return the step of the engine, and the parts that were timed one by one."""
+    """Split the parts of a step: return the part `engine`, and all other parts."""
     return parts[ENGINE], {op: part for op, part in parts.items() if op != ENGINE}
 
 

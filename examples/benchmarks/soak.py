@@ -1,17 +1,20 @@
-"""A soak: everything at the same time, at full load, for an hour: `make soak`. Exits with 1 if a check fails.
+"""A soak test: run many kinds of work at the same time, at full load, for an hour: `make soak`. Exits with 1 if a check
+fails.
 
 A worker with drafts serves a tiny model with a vision tower, with an HTTP front end in front of it. At the same time:
 
 - groups, streams, scores, prompts with images, and sessions of agents, over ZMQ and over HTTP; some are aborted;
-- canaries: equal requests over ZMQ, over HTTP and through a fleet, which must get equal bits under equal weights;
+- canaries: the same request, sent over ZMQ, over HTTP and through a fleet, must get the same bits under the same
+  weights;
 - a trainer in another process pushes two sets of weights in turn, with `recompute` and with `keep`;
 - the worker sleeps and wakes up;
 - a client in another process, and a second worker, are killed with SIGKILL and started again.
 
-The soak fails if a request does not get exactly one terminal reply, or if a canary has other bits. It fails if the
-memory of the worker, the front end or the trainer grows by more than 1% after the first ten minutes, or if their
-threads or open files increase. It fails if the 99th percentile of latency in the last sixth of the time is above 1.2
-times that in the first sixth. In short soaks, memory may grow in the first third.
+The soak fails if a request does not get exactly one terminal reply, or if a canary's bits differ. The soak also fails
+if the memory of the worker, the front end or the trainer grows by more than 1% after the first ten minutes, or if their
+threads or open files increase. The soak also fails if the 99th percentile of latency in the last sixth of the soak
+exceeds 1.2 times the 99th percentile in the first sixth. If the soak is shorter than 30 minutes, memory may grow in the
+first third of the soak instead of in the first ten minutes.
 """
 
 from __future__ import annotations
@@ -63,13 +66,13 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 DEADLINE = 120.0
-"""Seconds after which a request without its last reply is lost."""
+"""Time, in seconds, after which a request without a terminal reply counts as lost."""
 SLEEP_SECONDS = 15.0
 """Pause between sleeps of the worker."""
 HELD_SECONDS = 1.0
 FILLING_TOKENS = 64
 LOADS = dict(groups=4, streams=3, aborts=2, scores=1, images=1, completions=2, events=1, pictures=1, agents=2)
-"""For each kind of request, how many are open at any time."""
+"""The number of requests of each kind that are open at any time."""
 CANARY = dict(prompt=[7, 8, 9, 10, 11, 12] * 6, seed=5)
 CANARY_PARAMS = SamplingParams(n=2, max_tokens=24, ignore_eos=True)
 Bits = tuple[tuple[tuple[int, ...], bytes], ...]
@@ -81,8 +84,8 @@ def bits_of(samples: list[tuple[Any, Any]]) -> Bits:
 
 
 class Soak:
-    """The requests of a soak. `address`, `url`: of the worker and of its front end. `second`: the address of the second
-    worker.
+    """Sends the requests of a soak. `address`: address of the worker. `url`: URL of the worker's front end. `second`:
+    address of the second worker.
     """
 
     def __init__(self, records: Records, address: str, url: str, second: str) -> None:
@@ -102,7 +105,7 @@ class Soak:
         return self.now < self.records.seconds
 
     async def run(self) -> None:
-        """Send requests until the time is over, and wait for their ends."""
+        """Send requests until the end of the soak, and wait for all replies."""
         async with AsyncExitStack() as stack:
             self.client = await stack.enter_async_context(AsyncRolloutClient(self.address))
             self.fleet = await stack.enter_async_context(AsyncFleetClient([self.address, self.second]))
@@ -141,7 +144,9 @@ class Soak:
         assert [len(group.samples) for group in groups] == [4, 4]
 
     async def _streams(self, number: int) -> None:
-        """Each sample's deltas are a whole sample. Every third stream is left early."""
+        """Read a stream, and check that the joined deltas of a sample agree with the finished sample. Close every third
+        stream early.
+        """
         params, parts, ended = self._params(2), dict[int, list[int]](), list[int]()
         leaves = number % 3 == 0
         async with aclosing(self.client.stream([self._prompt(number)], params, deltas=True, seed=number)) as pieces:
@@ -191,7 +196,7 @@ class Soak:
             writer.close()
 
     async def _exchange(self, method: str, path: str, body: Any = None) -> bytes:
-        """Return the body of an answer."""
+        """Send a request, and return the body of the response."""
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Length: {len(content)}\r\n\r\n"
@@ -227,7 +232,7 @@ class Soak:
         assert len(answer["choices"]) == 1
 
     async def _agents(self, number: int) -> None:
-        """A session of three turns. Every fourth session is left without its end."""
+        """Run a session of three turns. Every fourth session is not deleted at the end."""
         sampling = dict(max_tokens=8, ignore_eos=True)
         session = (await self._ask("/sessions", dict(seed=number, sampling_params=sampling)))["session_id"]
         messages = list[Any]()
@@ -271,7 +276,7 @@ class Soak:
                 await self.client.sleep(1)
                 await self.client.wake_up()
                 self.records.done["sleeps"] += 1
-            except TruerollError as error:  # a push may be under way
+            except TruerollError as error:  # for example during a push
                 self.records.done[f"sleeps refused: {type(error).__name__}"] += 1
 
 
@@ -281,7 +286,9 @@ def held(process: psutil.Process, now: float) -> Held:
 
 
 async def watch(soak: Soak, others: Others, processes: dict[str, psutil.Process]) -> None:
-    """Record what processes hold, and kill others, until the time is over."""
+    """Until the end of the soak, record the memory, files and threads of `processes`, and kill the client and the
+    second worker when they are due.
+    """
     while soak.goes_on:
         for name, process in processes.items():
             soak.records.held.setdefault(name, []).append(held(process, soak.now))
@@ -294,7 +301,7 @@ async def soak_all(soak: Soak, others: Others, processes: dict[str, psutil.Proce
 
 
 def fill_indexes(address: str) -> None:
-    """Fill the worker's indexes of repeated text, which grow up to a budget, so that they do not grow during the
+    """Fill the worker's indexes of repeated text up to their memory budget, so that the indexes do not grow during the
     soak.
     """
     count = DEFAULT_BUDGET // least_bytes(FILLING_TOKENS)
@@ -304,7 +311,7 @@ def fill_indexes(address: str) -> None:
 
 
 def wait_until_idle(address: str, faults: list[str]) -> None:
-    """Add a fault if the worker still has a request a while after the last one ended."""
+    """Add a fault if the worker still has an unfinished request `DEADLINE` seconds after the end of the soak."""
     deadline = time.monotonic() + DEADLINE
     with RolloutClient(address) as client:
         while (stats := client.stats().engine)["num_running"] + stats["num_waiting"]:
@@ -315,7 +322,7 @@ def wait_until_idle(address: str, faults: list[str]) -> None:
 
 
 def summarize(console: Console, records: Records) -> None:
-    """Print what was done, what was held, and how long requests took."""
+    """Print the counts of requests and other events, the resources of each process, and the latencies of requests."""
     done = records.sent + records.done
     console.print(", ".join(f"{name}: {count:,}" for name, count in done.items()), highlight=False)
     table = Table("process", "MiB after the warm-up", "at the end", "open files", "at the end", "threads", "at the end")

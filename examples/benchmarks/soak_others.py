@@ -57,9 +57,10 @@ def disturb(address: str) -> None:
 
 
 class Others:
-    """The trainer, the client that is killed, and the second worker at the address `second`. Owns their processes.
+    """The processes of the trainer, of the client that is killed, and of the second worker, which listens at the
+    address `second`.
 
-    `settings`: of the second worker. The constructor returns once the trainer is connected.
+    `settings`: the settings of the second worker. The constructor returns once the trainer is connected.
     """
 
     def __init__(self, model: Path, address: str, second: str, settings: dict[str, Any]) -> None:
@@ -72,7 +73,9 @@ class Others:
         self._client_due, self._worker_due = CLIENT_SECONDS, WORKER_SECONDS
 
     def look(self, now: float) -> Iterator[str]:
-        """Kill what is due `now` seconds after the beginning. Yield what was done, by this object or by the trainer."""
+        """Kill and restart the client and the second worker if their kills are due. `now`: seconds since the beginning
+        of the soak. Yield a description of each event: the kills, and the pushes that the trainer has reported.
+        """
         assert self.trainer.stdout is not None
         yield from (self.trainer.stdout.read() or b"").decode().splitlines()
         if now > self._client_due:

@@ -1,4 +1,4 @@
-"""What a soak records, when it has failed, and its plot."""
+"""The records of a soak, the decision whether the soak has failed, and the plot of the records."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from statistics import median
 
 WARM_SECONDS = 600.0
-"""Memory may grow this long, but at most for a third of the soak."""
+"""Duration of the warm-up, in which memory may grow: this many seconds, but at most a third of the soak."""
 MOST_MEMORY, MOST_LATENCY = 1.01, 1.2
-"""The limits of memory and of latency at the end, as multiples of those after the warm-up and at the beginning."""
+"""The limits at the end of the soak: on memory, as a multiple of the memory after the warm-up; and on latency, as a
+multiple of the latency at the beginning.
+"""
 PARTS = 6
 LEAST_REQUESTS = 20
 """The fewest requests from which a 99th percentile is computed."""
@@ -20,7 +22,9 @@ LEAST_REQUESTS = 20
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds at a moment: bytes of memory, open files, threads. `seconds`: since the beginning."""
+    """The resources of a process at one moment: bytes of memory, open files, threads. `seconds`: time since the
+    beginning of the soak.
+    """
 
     seconds: float
     memory: int
@@ -32,10 +36,10 @@ class Held:
 class Records:
     """The records of a soak of `seconds` seconds.
 
-    `held`: for each process, what it holds over time. `latencies`: for each kind of request, pairs of the moment and
-    the seconds until its last reply. `sent`, `ended`: how many requests of each kind were sent, and how many got
-    exactly one terminal reply. `done`: how often other things happened, such as pushes. `faults`: descriptions of
-    requests that were lost, answered twice or answered with other bits.
+    `held`: for each process, its resources over time. `latencies`: for each kind of request, pairs: the time at which a
+    request was sent, and the seconds until its terminal reply. `sent`, `ended`: how many requests of each kind were
+    sent, and how many of them got exactly one terminal reply. `done`: the counts of other events, such as pushes.
+    `faults`: descriptions of requests that were lost, answered twice or answered with other bits.
     """
 
     seconds: float
@@ -48,7 +52,7 @@ class Records:
 
     @property
     def warm(self) -> float:
-        """The moment at which memory must no longer grow."""
+        """The time, in seconds since the beginning, from which memory must no longer grow."""
         return min(WARM_SECONDS, self.seconds / 3)
 
     def save(self, file: Path) -> None:
@@ -62,7 +66,7 @@ def percentile(latencies: Sequence[float], share: float) -> float:
 
 
 def judge(records: Records) -> list[str]:
-    """Return why a soak has failed: nothing if it has not."""
+    """Return the reasons why a soak has failed; an empty list if it has not failed."""
     found = [*records.faults[:10]]
     if (more := len(records.faults) - len(found)) > 0:
         found.append(f"{more} more faults")
@@ -89,7 +93,7 @@ def _grown(process: str, held: Sequence[Held], records: Records) -> list[str]:
     for name in ("descriptors", "threads"):
         before = median(getattr(each, name) for each in first)
         least = min(getattr(each, name) for each in last)
-        if least > before:  # even when the fewest are open, there are more than usual before
+        if least > before:  # even the smallest number at the end exceeds the typical number at the beginning
             found.append(f"{process}: {name} grew from {before:g} to {least}")
     return found
 

@@ -4,11 +4,11 @@ The first table times an engine with a model and a sampler that take no time, so
 work. Groups of 8 samples decode and never end. As on a GPU, the engine queues a step before it sees the tokens of the
 previous step.
 
-The second table calls the scheduler and the prefix cache in the engine's order, without a model. The table times the
-calls of a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The
-rows of the table differ in the number of cached blocks, and in the waiting sequences: none, sequences with different
-prompts, or sequences that all wait for one prefix. If all waiting sequences wait for one prefix, the sequence that
-computes the prefix runs until the end of the measurement.
+The second table calls the scheduler and the prefix cache in the engine's order, without a model. The table shows the
+times of the calls in a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the
+time. The rows of the table differ in the number of cached blocks, and in the waiting sequences: none, sequences with
+different prompts, or sequences that all wait for one prefix. If all waiting sequences wait for one prefix, the sequence
+that computes the prefix runs until the end of the measurement.
 
 Both tables show CPU time, so other processes on the machine have little effect. The figures are the most accurate on an
 idle core.
@@ -141,7 +141,7 @@ def host_table() -> Table:
                 engine.add(request(i, prompt(i, PROMPT), n=GROUP, max_tokens=STEPS + 32, seed=i))
             while engine.stats().num_running < count:
                 engine.step()
-            gc.freeze()  # like a worker
+            gc.freeze()  # a worker also freezes its objects
             seconds = [cpu_seconds(engine.step) for _ in range(STEPS)]
             assert engine.stats().num_running == count
         table.add_row(f"{count:,}", f"{statistics.median(seconds) * 1e3:.2f}", f"{max(seconds) * 1e3:.2f}")

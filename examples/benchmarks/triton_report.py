@@ -128,7 +128,7 @@ MODELS = {
         norm=NormSpec(1e-6, zero_centered=True),
         activation="gelu_tanh",
         soft_caps=(None, 50.0),
-        most_pieces=8,  # as in larger models
+        most_pieces=8,  # the number of pieces in larger models
     ),
     "SmolLM2-135M": Model(576, 1536, 9, 3, 64, 49152),
     "gpt-oss-20b without experts": Model(
@@ -515,7 +515,7 @@ def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[
     target that tiles are tuned for.
     """
     latents = [launch for launch in launches if is_latent(launch)]
-    others = [launch for launch in launches if not is_latent(launch)]  # chosen apart: they have more targets
+    others = [launch for launch in launches if not is_latent(launch)]  # chosen separately, for more targets
     chosen, whole = {*some(latents), *some(others)}, set(modelled)
     return [job for job in jobs_of(launches) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
 

@@ -5,7 +5,7 @@ The report installs vLLM's CPU build into a separate virtual environment in FOLD
 environment is reused. vLLM's CPU build needs torch's CPU build. If pip's index does not have torch's CPU build, set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 
-MODEL is `smollm2`, a folder, or the name of a configuration of `trueroll bench --dummy-weights`. Of a configuration,
+MODEL is `smollm2`, a folder, or the name of a configuration of `trueroll bench --dummy-weights`. For a configuration,
 the report writes a checkpoint with random weights to build/models. Without MODEL, the report compares SmolLM2, a
 mixture of experts and a hybrid. vLLM's CPU build cannot load the hybrid without triton, so the hybrid is compared with
 transformers' `generate` instead, by `trueroll bench`.
@@ -144,7 +144,7 @@ def spread(values: list[float]) -> str:
 
 
 def checkpoint(model: str) -> str:
-    """Return the folder of a model. Of a configuration, write a checkpoint with random weights once."""
+    """Return the folder of a model. For a configuration, write a checkpoint with random weights on the first call."""
     if model == "smollm2" or Path(model).is_dir():
         return str(resolve_model(model))
     folder = CHECKPOINTS / model

@@ -1,7 +1,7 @@
 """vLLM's side of vllm_report.py, for the interpreter of vLLM's environment: `python vllm_side.py MODEL DTYPE`.
 
-The program prints a line once vLLM is ready. It then reads one workload from each line of stdin, runs the workload, and
-prints its duration in seconds.
+The program prints a line once vLLM is ready. The program then reads one workload from each line of stdin, runs the
+workload, and prints its duration in seconds.
 """
 
 import json
@@ -33,5 +33,5 @@ def main(folder: str, dtype: str) -> None:
         print(seconds, file=answers, flush=True)
 
 
-if __name__ == "__main__":  # vLLM starts processes that import this module
+if __name__ == "__main__":  # vLLM starts child processes that import this module
     main(*sys.argv[1:])

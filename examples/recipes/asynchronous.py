@@ -107,7 +107,7 @@ async def main(address):
     async with AsyncRolloutClient(address) as client:
         with WeightPublisher() as publisher:
             publisher.connect([address])
-            pending = asyncio.create_task(rollout(client, 1, []))  # waits for the first push
+            pending = asyncio.create_task(rollout(client, 1, []))  # the rollout waits for the first push
             for version in range(1, STEPS + 1):
                 await asyncio.to_thread(publisher.push, model, version)
                 batch, left = await pending

@@ -23,8 +23,8 @@ prompts = [
 ]
 
 # The token after an answer in a finished conversation ends the turn. If the model's own end-of-sequence tokens
-# (`eos_token_ids` below) include this token, `stop_token_ids` is not needed. Often the end-of-turn token is not among
-# them.
+# (`eos_token_ids` below) include this token, `stop_token_ids` is not needed. Often, the end-of-turn token is not among
+# the model's own end-of-sequence tokens.
 finished = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
 after = tokenizer.apply_chat_template(finished, tokenize=False).rpartition("ANSWER")[2]
 end_of_turn = tokenizer.encode(after, add_special_tokens=False)[0]

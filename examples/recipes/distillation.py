@@ -39,7 +39,7 @@ with (
     RolloutClient(second.address) as reference,
     WeightPublisher() as publisher,
 ):
-    publisher.connect([first.address])  # nothing is pushed to the reference
+    publisher.connect([first.address])  # the reference worker gets no pushes
     for step in range(STEPS):
         pairs = log_probs_of_both(step)
         # r = log(student / reference) for each token that the student sampled. In on-policy distillation, -r is the
@@ -54,6 +54,6 @@ with (
         else:
             assert k3.mean() > 0.0
 
-        with torch.no_grad():  # in place of the optimizer step
+        with torch.no_grad():  # stands in for the optimizer step
             model.lm_head.weight.mul_(1.1)
         publisher.push(model, version=step + 1)

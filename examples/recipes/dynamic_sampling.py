@@ -51,7 +51,7 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
         for step in range(STEPS):
             publisher.push(model, version=step + 1)
 
-            # Aborted samples continue, each with its own noise. Finished samples are returned unchanged.
+            # Aborted samples continue, each with its own random numbers. Finished samples are returned unchanged.
             prompts_of_samples = [prompt for prompt, group in partial for _ in group]
             unfinished = [sample for _, group in partial for sample in group]
             samples = client.continue_samples(prompts_of_samples, unfinished, params)
@@ -67,7 +67,7 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
                 if is_whole(group):
                     groups.append(group)
                     if is_enough(groups) and not is_enough(groups[:-1]):
-                        client.abort_all()  # or abort some of them: client.abort(request_ids, missing_ok=True)
+                        client.abort_all()  # to abort only some requests: client.abort(ids, missing_ok=True)
 
             # Samples without any token could continue as well. This recipe drops groups without any token, because most
             # of these prompts were requested only as spares.
@@ -78,5 +78,5 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
             print(f"step {step}: {len(kept)} groups to train on, {len(groups) - len(kept)} dropped,", end=" ")
             print(f"{len(partial)} ended early, {len(prompts) - len(begun)} of {len(prompts)} not begun")
 
-            with torch.no_grad():  # in place of the optimizer step on `kept`
+            with torch.no_grad():  # stands in for an optimizer step on `kept`
                 model.lm_head.weight.mul_(1.01)

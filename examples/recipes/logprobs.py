@@ -57,8 +57,8 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         print(f"{params.logprobs!r} at temperature {params.temperature}: the trainer computes the same bits,", end=" ")
         print(f"and the same entropies and {TOP} most probable tokens (mean entropy {entropy:.3f})")
 
-# A trainer that is not aligned only divides logits by a temperature. `trainer_temperature` is that temperature. It
-# raises an error if no temperature describes the log-probs of the samples.
+# A trainer that is not aligned only divides logits by a temperature. `trainer_temperature` is that temperature.
+# `trainer_temperature` raises an error if no temperature describes the log-probs of the samples.
 for settings in (dict(top_p=0.9), dict(min_tokens=4), dict(logprobs=None)):
     try:
         print(SamplingParams(**settings).trainer_temperature)

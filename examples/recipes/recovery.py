@@ -33,7 +33,7 @@ params = SamplingParams(n=4, max_tokens=32)
 folder = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 with torch.no_grad():
-    model.lm_head.weight.mul_(1.01)  # in place of the earlier training steps
+    model.lm_head.weight.mul_(1.01)  # stands in for earlier training steps
 
 
 def generate():
@@ -41,7 +41,7 @@ def generate():
     request's id.
     """
     request = dict(seed=derive_seed(RUN_SEED, STEP), request_ids=[f"step-{STEP}-{i}" for i in range(len(prompts))])
-    with RolloutClient(address, timeout=3.0) as client:  # seconds without any message; use more in production
+    with RolloutClient(address, timeout=3.0) as client:  # a short timeout; use more in production
         groups = client.generate(prompts, params, **request, min_weight_version=VERSION)
     return [(sample.token_ids, sample.logprobs.tobytes()) for group in groups for sample in group.samples]
 

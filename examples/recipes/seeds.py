@@ -1,5 +1,5 @@
-"""Use seeds so that each prompt of each step has its own noise, and so that a step can be repeated as a whole or in
-part.
+"""Use seeds so that each prompt of each step gets its own random numbers, and so that a step can be repeated as a whole
+or in part.
 
 `python examples/recipes/seeds.py [MODEL]`
 """
@@ -10,7 +10,7 @@ from trueroll.rollout import InvalidRequestError, RolloutClient, SamplingParams,
 
 RUN_SEED = 1
 STEPS = 2
-prompts = [[1, 2, 3], [1, 2, 3], [4, 5]]  # the first two are the same
+prompts = [[1, 2, 3], [1, 2, 3], [4, 5]]  # the first two prompts are the same
 
 
 def bits(sample):
@@ -39,8 +39,8 @@ with launch_worker(sys.argv[1] if len(sys.argv) > 1 else "smollm2", device="cpu"
         assert list(map(bits, alone.samples)) == list(map(bits, run[1][2].samples))
         print("prompt 2 of step 1 alone, with the seed of its group: the same bits")
 
-        # A seed in the parameters is for a single prompt. A call with several prompts rejects such a seed, because the
-        # prompts would share noise.
+        # A seed in the parameters is for a single prompt. A call with several prompts rejects such a seed, because all
+        # prompts would be sampled with the same random numbers.
         try:
             client.generate(prompts, SamplingParams(n=4, seed=RUN_SEED))
             raise SystemExit("expected an error")

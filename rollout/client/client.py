@@ -250,7 +250,9 @@ class AsyncRolloutClient:
         return groups
 
     async def _traced(self, requests: Mapping[int, Request], replies: Replies) -> Replies:
-        """Return the replies to requests for samples. With a tracer, reading them makes a span for each request."""
+        """Return the replies to requests for samples. With a tracer, each request gets a span while the replies are
+        read.
+        """
         if self.tracer is None:
             return replies
         if self._model_name is None and (engine := (await self.health()).engine) is not None:
@@ -538,13 +540,15 @@ class AsyncRolloutClient:
 
         - `version`: version of the adapter; None: the version after the loaded one, beginning with 1.
         - `in_flight`: what the worker does with running requests of the adapter that is replaced. `recompute` continues
-          them with the new adapter; `abort` ends them; `drain` first finishes all requests of the worker.
+          these requests with the new adapter; `abort` ends them; `drain` first finishes all requests of the worker.
         - `timeout`: limit on each step of the call, in seconds.
         """
         return await load_adapter(self.ask, name, folder, version, in_flight, timeout)
 
     async def unload_adapter(self, name: str) -> protocol.Status:
-        """Unload an adapter. Its unfinished requests are aborted. Raise InvalidRequestError if it is not loaded."""
+        """Unload an adapter. The adapter's unfinished requests are aborted. Raise InvalidRequestError if no adapter
+        with this name is loaded.
+        """
         return await self._ask_status(message_of(protocol.UnloadAdapter, id=protocol.new_id(), name=name))
 
     async def weight_checksums(self) -> protocol.Checksums:
@@ -683,9 +687,9 @@ class LoopThread:
     """An event loop on a daemon thread named `name`, for synchronous code.
 
     Guarantees: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
-    on the loop's own thread, because garbage collection may run there and close clients and streams. On the loop's
-    own thread, `end` returns without waiting. In a forked process, `submit` returns a failed future without waiting,
-    and `end` raises.
+    on the loop's own thread, because garbage collection may run there and close clients and streams. On the loop's own
+    thread, `end` returns without waiting. In a forked process, `submit` returns a failed future without waiting, and
+    `end` raises TruerollError.
     """
 
     def __init__(self, name: str) -> None:
@@ -703,7 +707,7 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine and return its future. After `end` or a fork, the future raises TruerollError."""
-        if error := wrong_process(self._pid):  # checked before the lock, which another thread may have held at the fork
+        if error := wrong_process(self._pid):  # check before locking: at a fork, another thread may hold the lock
             return _failed(coroutine, error)
         with self._may_submit:
             if not self._has_ended:
@@ -780,7 +784,9 @@ class RolloutClient:
 
     @property
     def asynchronous(self) -> AsyncRolloutClient:
-        """The asynchronous client that this client runs on its thread. Use it only in coroutines passed to `wait`."""
+        """The asynchronous client that this client runs on its thread. Use the asynchronous client only in coroutines
+        passed to `wait`.
+        """
         return self._client
 
     generate = _blocking(AsyncRolloutClient.generate)
@@ -889,7 +895,7 @@ def placed(error: TruerollError, where: str) -> TruerollError:
     """Return a copy of an error, with `where` before its text. An error that is not about a single request is returned
     unchanged.
 
-    If the error's field is the prompt, `where` replaces the field.
+    If the error is about the prompt, `where` also replaces the error's `field`.
     """
     if not isinstance(error, _OF_ONE_REQUEST):
         return error

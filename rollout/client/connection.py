@@ -317,7 +317,7 @@ class Line:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         self._socket.disable_monitor()
-        monitor.close(linger=0)  # the event loop still refers to it
+        monitor.close(linger=0)  # the event loop still refers to the monitor
         self._socket.close(linger=0)
         self._connect()
 
@@ -569,7 +569,7 @@ class Connection:
         """Send the part of an image that the worker asks for. If the part cannot be sent, end the call, and tell the
         worker not to wait for the part.
         """
-        if not self._window.is_open:  # on the next connection, the worker asks again
+        if not self._window.is_open:  # the worker asks again on the next connection
             return
         if (call := self.calls.needing(need)) is None:
             self._give_up(need)  # otherwise the worker would wait for the part

@@ -158,7 +158,7 @@ def _checked_media(media: Any, count: int, field: str) -> list[Sequence[Any]]:
                 f"media[{i}]: must be a list of images, which may be empty (got {type(images).__name__})",
                 field=f"media[{i}]",
             )
-    # Lists, because a sequence may make a new object at each access.
+    # Convert to lists, because a sequence may return a new object at each access.
     return [list(images) for images in media]
 
 

@@ -129,7 +129,7 @@ def _targets_to_bytes(target_token_ids: Any, position: int) -> bytes:
     name = f"target_token_ids[{position}]"
     try:
         found = np.asarray(target_token_ids)
-    except ValueError:  # rows of different lengths
+    except ValueError:  # numpy raises ValueError for rows of different lengths
         found = np.empty(0)
     if found.ndim != 2:
         text = f"{name} must have the same number of token ids for each token (got {brief(target_token_ids)})"

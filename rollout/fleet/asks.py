@@ -2,8 +2,8 @@
 request, or one message for each missing sample.
 
 Pure functions and data. A sample depends on its seed and its prompt, but not on the worker. So a missing sample is
-requested as sample 0 of a separate request, with a seed that gives this sample 0 the noise of the missing sample. A
-partial sample is continued: only its remaining tokens are requested.
+requested as sample 0 of a separate request, with a seed that gives this sample 0 the same random numbers as the missing
+sample. A partial sample is continued: only its remaining tokens are requested.
 """
 
 from __future__ import annotations

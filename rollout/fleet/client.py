@@ -330,6 +330,6 @@ async def _ask_these(links: list[Link], call: Callable[[Link], Awaitable[T]]) ->
             found[link.member.name] = reply
         elif not (
             link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)
-        ):  # UnavailableError: the worker exits
+        ):  # a worker that is exiting raises UnavailableError
             raise reply
     return found

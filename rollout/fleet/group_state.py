@@ -48,7 +48,7 @@ class GroupState:
         self.setbacks = Setbacks()
         self._samples = Samples(request, may_repeat, max_staleness)
         self._asks: list[Ask] = []  # only deltas for the first `Ask` are delivered
-        self._to_end: set[int] = set()  # samples that the caller aborted
+        self._to_end: set[int] = set()  # the indices of samples that the caller aborted
 
     @property
     def num_to_ask(self) -> int:
@@ -131,7 +131,7 @@ class GroupState:
         if isinstance(reply, protocol.FinishedSample | protocol.Scores):
             return self._take_result(ask, index, reply)
         if isinstance(reply, protocol.Done) and len(self._samples.delivered) == self.n:
-            counts = dict(finish_reasons=self._samples.finish_reasons)  # some samples may come from other asks
+            counts = dict(finish_reasons=self._samples.finish_reasons)  # other asks may have sent samples
             return self._finish(reply.model_copy(update=counts) if index is None else self._samples.end())
         return []
 

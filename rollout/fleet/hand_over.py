@@ -133,7 +133,7 @@ async def hand_over(
         if noted is None or own.push_id == noted.push_id:
             return True
         is_newer = own.push_id is not None and own.weight_version >= noted.version
-        if is_newer and own.push_id not in folder.bases:  # pushed by a trainer that did not note the push
+        if is_newer and own.push_id not in folder.bases:  # the trainer that pushed it wrote no push note
             return True
         return await asyncio.to_thread(_push_noted, joining, noted.push_id, folder, keys)
     theirs = await _weights(peer)
@@ -185,7 +185,7 @@ def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
             return False
         _push(joining, path, folder, keys)
     except PushError as error:
-        if path is None or path.exists():  # otherwise a newer push has replaced the folder
+        if path is None or path.exists():  # otherwise, a newer push has replaced the folder
             log.warning(
                 "fleet: cannot use the folder of push %s, so another worker writes the weights: %s", push_id, error
             )

@@ -25,8 +25,8 @@ from .slots import Slot, Slots
 LOOK_SECONDS = 0.5
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
-"""A worker that ran for longer than this is replaced after `FIRST_PAUSE`. The pause doubles each time a worker runs for
-a shorter time.
+"""A worker that ran for longer than `STEADY_SECONDS` is replaced after `FIRST_PAUSE`. Each time a worker ran for a
+shorter time, the pause before its replacement doubles.
 """
 _HOPELESS = (ConfigError, ModelError)
 

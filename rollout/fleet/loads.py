@@ -87,7 +87,7 @@ class Loads:
         self.workers: dict[str, Worker] = {}
         self.rows = Rows([])
         self._is_stale = False
-        self._done, self._busy = 0.0, 0.0  # of all workers
+        self._done, self._busy = 0.0, 0.0  # sums over all workers
 
     def add(self, name: str) -> None:
         """Add a worker. A lost worker may be added again with the same name."""

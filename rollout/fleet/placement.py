@@ -187,7 +187,7 @@ class Placement:
             count = len(holders[known - 1])
             if 2 * count > len(self._loads.rows.workers):
                 break
-            if count > looked_at:  # otherwise the holders are the same as before
+            if count > looked_at:  # otherwise, the holders are unchanged
                 looked_at = count
                 if worker := self._least_loaded(holders[known - 1], start, limit, avoid):
                     return worker, known

@@ -112,7 +112,7 @@ def read_token_again() -> None:
     """Make Ray read its token settings from the environment again."""
     from ray import _raylet
 
-    raylet: Any = _raylet  # compiled, without types
+    raylet: Any = _raylet  # _raylet is a compiled module without types
     if not hasattr(raylet, "Config") or not hasattr(raylet, "AuthenticationTokenLoader"):
         raise ConfigError(
             "ray: the installed version does not allow setting an authentication token; install 'trueroll[ray]'"
@@ -161,7 +161,7 @@ def reachable_ip(node_ip: str) -> str:
         return node_ip
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(_ELSEWHERE)  # sends nothing
+            probe.connect(_ELSEWHERE)  # connecting a UDP socket sends nothing
         except OSError:
             return node_ip
         return probe.getsockname()[0]

@@ -244,7 +244,7 @@ def _shut_down() -> None:
     started = [process for child in _children_of_ray() for process in (child, *_children(child))] if _local else []
     with _keeping_sigterm():
         ray.shutdown()
-    _end(started)  # otherwise some processes would still write into the folder
+    _end(started)  # otherwise, some processes would still write into the folder
     read_token_again()
     if _local is not None:
         _local.remove_folder()

@@ -113,7 +113,7 @@ class FleetRequest:
                     self._end_attempt(task)
         except TruerollError as error:
             self.finish(error)
-        except Exception as error:  # a bug in trueroll; without an end the caller would wait forever
+        except Exception as error:  # a bug in trueroll; otherwise the caller would wait forever
             self.finish(WorkerLostError(f"fleet: internal error in the client: {type(error).__name__}: {error}"))
             raise
         finally:

@@ -2,7 +2,7 @@
 
 Owns: one task per slot, which keeps a worker running in the slot. The task starts when `scale` adds the slot, and ends
 when `scale` dismisses the slot. Guarantees: a worker that leaves the fleet can finish its requests first. If the
-cluster is lost, the fleet joins it again or starts it again, and then restarts all workers.
+cluster is lost, the fleet joins or starts the cluster again, and then restarts all workers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """`trueroll audit MODEL URL`: how far an engine behind an HTTP server is from a trainer, token by token, and why.
 
-The same requests are sent under five conditions: as misses of the prefix cache and alone, once more so, as hits alone,
-as misses in company of other requests, and as hits in company. Every prompt is sampled greedily and at a temperature.
-A miss is the same prompt with a new cache salt. So an audit flushes nothing, and other users of the server keep their
-cache. The log-probs of each condition are compared with the trainer's, and greedy samples with those of the first
-condition.
+The same requests are sent under five conditions. First, each request runs alone and misses the prefix cache; second,
+the first condition is repeated; third, each request runs alone and hits the cache; fourth, the requests run together
+with other requests and miss the cache; fifth, they run together with other requests and hit the cache. Every prompt is
+sampled greedily and at a temperature. To miss the cache, a request gets a new cache salt, so an audit flushes nothing,
+and other users of the server keep their cache. The log-probs of each condition are compared with the trainer's
+log-probs. The greedy samples of each condition are also compared with the greedy samples of the first condition.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from .wire import Wire
 
 MAX_TOKENS = 24
 TEMPERATURE, TOP_K = 0.7, 5
-"""So few tokens that the filter clearly changes log-probs."""
+"""A small `top_k`, so that the filter clearly changes the log-probs."""
 PROMPT_LENGTHS = (40, 150, 280)
-"""Two are longer than a block of the engines' caches (16 tokens in vLLM, 128 in its CPU build), so that hits occur."""
+"""Two of these lengths exceed a block of the engine's cache (16 tokens in vLLM, 128 in its CPU build), so that hits
+occur.
+"""
 NUM_OTHERS = 8
-"""Number of further requests that keep the audited requests company."""
+"""Number of other requests that run together with the audited requests."""
 MISS, AGAIN, HIT = "miss, alone", "miss, alone, again", "hit, alone"
 MISS_IN_COMPANY, HIT_IN_COMPANY = "miss, in company", "hit, in company"
 _log = logging.getLogger(__name__)
@@ -63,7 +66,8 @@ class Distance:
 @dataclass(frozen=True)
 class Condition:
     """The requests under one condition. `num_cached`: number of prompt tokens that came from the prefix cache; None if
-    the engine does not tell. `change`: the difference of greedy samples from the condition `MISS`.
+    the engine does not report it. `change`: how the greedy samples differ from the greedy samples under the condition
+    `MISS`.
     """
 
     name: str
@@ -77,8 +81,9 @@ class Condition:
 class EngineAudit:
     """The result of `audit_engine`.
 
-    `server`: the engine and its model. `dtype`: the dtype of the trainer in `conditions`: the engine's dtype as far as
-    the differences tell, otherwise the checkpoint's. `distribution`: that of the engine's log-probs.
+    `server`: the engine and its model. `dtype`: the dtype in which the trainer computed the log-probs for `conditions`.
+    `dtype` is the engine's dtype if the differences reveal it, otherwise the checkpoint's dtype. `distribution`: the
+    distribution to which the engine's log-probs refer.
     """
 
     server: str
@@ -107,10 +112,10 @@ def audit_engine(
     """Compare the engine behind `url` with the checkpoint `model`, as a trainer loads it on this machine.
 
     `prompts`: by default, prompts of consecutive low token ids of the lengths `PROMPT_LENGTHS`. `api_key`: the key that
-    the server needs, if any. Raise ConfigError for a URL or a server that is not supported, if the engine ignores
-    salts, so that misses are hits, and for tokens that the checkpoint's vocabulary lacks. Raise UnavailableError or
-    ProtocolError if the server does not answer as its documentation says, ModelError or AlignmentError for a checkpoint
-    that cannot be loaded or aligned.
+    the server needs, if any. Raise ConfigError for an unsupported URL or server, if the engine ignores cache salts and
+    so hits the cache where it should miss it, and if the engine samples a token that the checkpoint's vocabulary lacks.
+    Raise UnavailableError or ProtocolError if the server does not answer as documented. Raise ModelError or
+    AlignmentError if the checkpoint cannot be loaded or aligned.
     """
     engine, trainer = find_engine(Wire(url, api_key)), Trainer(model)
     asks = _asks(prompts or _prompts(engine, trainer, max_tokens), max_tokens)
@@ -140,9 +145,10 @@ def _asks(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Ask]:
 
 
 def _sample_all(engine: Engine, asks: Sequence[Ask], vocab_size: int) -> dict[str, list[Drawn]]:
-    """Send the requests under each condition, and return their samples. Hits follow the misses with the same salts.
+    """Send the requests under each condition, and return their samples. To hit the cache, a request is sent again with
+    the same salt.
 
-    Raise ConfigError for a token that is not less than `vocab_size`.
+    Raise ConfigError if a sample has a token id of `vocab_size` or more.
     """
 
     def sample(ask: Ask) -> Drawn:
@@ -176,7 +182,7 @@ def _salted(asks: Sequence[Ask]) -> list[Ask]:
 
 
 def _other(asks: Sequence[Ask], number: int, vocab_size: int) -> Ask:
-    """Return a request with random tokens, as long as one of the requests."""
+    """Return a request with a random prompt. Its prompt has the same length as the prompt of one of `asks`."""
     chance, like = random.Random(number), asks[number % len(asks)]
     prompt = tuple(chance.randrange(vocab_size) for _ in like.prompt)
     return Ask(prompt, like.max_tokens, 1.0, -1, "")
@@ -210,7 +216,9 @@ def _compare(server: str, trainer: Trainer, asks: Sequence[Ask], found: Mapping[
 def _judge(
     told: Mapping[Sampled, np.ndarray], plain: Mapping[str, Mapping[DistributionName, Sequence[np.ndarray]]]
 ) -> Verdict:
-    """Judge the engine's log-probs `told`. `plain`: the trainer's of the same samples in each dtype."""
+    """Judge the engine's log-probs `told`. `plain`: the log-probs that the trainer computes for the same samples in
+    each dtype.
+    """
     by_dtype: dict[str, dict[DistributionName, np.ndarray]] = {
         dtype: {name: np.concatenate(rows) for name, rows in by_name.items()} for dtype, by_name in plain.items()
     }

@@ -1,10 +1,11 @@
 """The likely causes of differences between an engine and a trainer, from measurements alone.
 
-An engine does not tell its dtype, so the size of the differences does: rounding to bfloat16, float16 or float32 moves
-log-probs by typical amounts, which the same checkpoint shows in these dtypes. The engine's difference from exact
-log-probs and the trainer's are compared token by token, because rounding moves some tokens much more than others. The
-geometric mean of these ratios has a known spread: the logarithm of the ratio of two independent normal errors has the
-standard deviation pi/2.
+An engine does not report its dtype, so the dtype is inferred from the size of the differences. Rounding to bfloat16,
+float16 or float32 changes log-probs by typical amounts. To find these amounts, the trainer computes the same checkpoint
+in all three dtypes. For each token, the engine's difference from the exact log-prob is divided by the trainer's
+difference from the exact log-prob. This is necessary because rounding changes the log-probs of some tokens much more
+than the log-probs of other tokens. The geometric mean of these ratios has a known spread: the logarithm of the ratio of
+two independent normal errors has the standard deviation pi/2.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from ..auditing import Cause
 from .trainer import DISTRIBUTIONS, DistributionName
 
 MOST_ROUNDING = sqrt(2.0)
-"""The largest ratio of differences that rounding alone explains: that of an engine that rounds twice as often as
-transformers. If the ratio is certainly larger, the engine has other weights.
+"""The largest ratio of differences that rounding alone explains, namely the ratio of an engine that rounds twice as
+often as transformers. If the ratio is certainly larger, the engine has different weights.
 """
 SPREADS = 3.0
-"""A ratio is certainly larger than a limit if it is larger by this many standard deviations. For an engine at the
-limit, one of 700 audits names `weights`.
+"""A ratio counts as certainly larger than a limit if it exceeds the limit by this many standard deviations. If an
+engine's true ratio equals the limit, one in 700 audits wrongly reports the cause `weights`.
 """
 CLEARLY = 2.0
-"""A distribution is the engine's if the differences under every other distribution are this many times larger."""
+"""A distribution is clearly the engine's distribution if the differences under every other distribution are at least
+this many times larger.
+"""
 _CERTAIN = -0.05
 """Tokens with a higher log-prob are left out: rounding hardly moves a probability near 1."""
 _FINER = {
@@ -37,14 +40,16 @@ _FINER = {
     for dtype, finer in (("bfloat16", "float16 or float32"), ("float16", "float32"))
 }
 _OF_FLOAT32 = 2.0**-16
-"""The rounding step of float32, in those of bfloat16."""
+"""The rounding step of float32, as a fraction of the rounding step of bfloat16."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times larger the engine's differences from exact log-probs are than the trainer's in one dtype.
+    """The engine's differences from exact log-probs, divided by the differences of a trainer that computes in one
+    dtype.
 
-    `value`: the geometric mean of the tokens' ratios. `low`, `high`: `SPREADS` standard deviations below and above it.
+    `value`: the geometric mean of the ratios of all tokens. `low`, `high`: the value minus and plus `SPREADS` standard
+    deviations.
     """
 
     value: float
@@ -60,11 +65,12 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the sizes of the differences say.
+    """The conclusions from the sizes of the differences.
 
-    `dtype`: the dtype in which the engine computes; None if the engine's weights are other weights. `distribution`: the
-    distribution of the engine's log-probs. `is_clear`: whether no other distribution comes near. `distance`: the median
-    |engine - trainer in float32|. `ratio`: to the trainer in `dtype`, or in bfloat16 for other weights.
+    `dtype`: the dtype in which the engine computes; None if the engine has other weights than the checkpoint.
+    `distribution`: the distribution of the engine's log-probs. `is_clear`: whether every other distribution fits
+    clearly worse. `distance`: the median difference between the engine's log-probs and a float32 trainer's log-probs.
+    `ratio`: the ratio to a trainer that computes in `dtype`; in bfloat16 if `dtype` is None.
     """
 
     dtype: str | None
@@ -76,10 +82,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """How greedy samples under one condition differ from the same requests under another condition.
+    """How the greedy samples of the same requests differ between two conditions.
 
-    `num_tokens`: number of compared tokens; `num_other`: number of positions with another token; `num_bits`: number of
-    positions before the first other token with other log-prob bits.
+    `num_tokens`: number of compared tokens. `num_other`: number of positions with different tokens. `num_bits`: number
+    of positions with different log-prob bits, among the positions before the first different token.
     """
 
     num_tokens: int
@@ -112,11 +118,13 @@ def judge(
 ) -> Verdict:
     """Find the dtype and the distribution of an engine's log-probs.
 
-    `told`: the engine's log-probs of all tokens of misses alone, float32 [tokens]. `is_greedy`: whether each
-    token is of a greedy sample: its log-prob has the same value under every distribution, bool [tokens]. `by_dtype`:
-    the trainer's log-probs of the same tokens, float32 [tokens], in bfloat16, float16 and float32.
+    `told`: the engine's log-probs of all tokens under the conditions in which each request runs alone and misses the
+    cache, float32 [tokens]. `is_greedy`: bool [tokens], whether each token belongs to a greedy sample. The log-prob of
+    such a token is the same under every distribution. `by_dtype`: the trainer's log-probs of the same tokens, float32
+    [tokens], in bfloat16, float16 and float32.
 
-    Raise ConfigError if the trainer is almost certain of every token that is not greedy.
+    Raise ConfigError if every token of a non-greedy sample has a probability near 1, because such tokens show no
+    difference.
     """
     exact = by_dtype["float32"]
     is_open = exact["raw"] < _CERTAIN
@@ -144,8 +152,8 @@ def _median(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _ratio(engine: np.ndarray, trainer: np.ndarray, exact: np.ndarray) -> Ratio:
-    """Compare |engine - exact| with |trainer - exact|, each at least the rounding step of the exact value. Tokens that
-    the trainer's filters exclude are left out.
+    """Return the ratio of |engine - exact| to |trainer - exact|. Both differences count as at least the rounding step
+    of the exact value. Tokens that the trainer's filters exclude are left out.
     """
     is_kept = np.isfinite(exact) & np.isfinite(trainer)
     exact = exact[is_kept]
@@ -158,9 +166,9 @@ def _ratio(engine: np.ndarray, trainer: np.ndarray, exact: np.ndarray) -> Ratio:
 def find_causes(
     verdict: Verdict, dtype: str, changes: Mapping[str, Change], is_exact: bool, temperature: float
 ) -> tuple[Cause, ...]:
-    """Return the likely causes. `dtype`: the trainer's. `changes`: `again`, `cache` and `batch`, see `_of_conditions`.
-    `is_exact`: whether all log-probs of the first condition have the trainer's bits. `temperature`: of the samples that
-    are not greedy.
+    """Return the likely causes. `dtype`: the trainer's dtype. `changes`: see `_of_conditions`. `is_exact`: whether all
+    log-probs of the first condition have the trainer's bits. `temperature`: the temperature of the samples that are not
+    greedy.
     """
     causes = [*_of_sizes(verdict, dtype, temperature), *_of_conditions(changes)]
     if not is_exact and verdict.dtype == dtype and not any(cause.name == "nondeterminism" for cause in causes):
@@ -203,10 +211,11 @@ def _of_sizes(verdict: Verdict, dtype: str, temperature: float) -> list[Cause]:
 
 
 def _of_conditions(changes: Mapping[str, Change]) -> list[Cause]:
-    """Return the causes that the conditions show. `changes`: `again` (the same misses alone, once more), `cache` (hits
-    and misses alone), `batch` (misses in company and alone).
+    """Return the causes that follow from comparing the conditions. `changes`: how the samples differ from the samples
+    of requests that run alone and miss the cache, under three conditions: `again` (the requests are repeated), `cache`
+    (the requests hit the cache) and `batch` (the requests run together with other requests).
 
-    If even the same misses alone have other bits, the other changes prove nothing.
+    If even the repeated requests have different bits, the other differences prove nothing.
     """
     if changes["again"]:
         text = (

@@ -1,4 +1,4 @@
-"""The doors to the engines that an audit can ask: one class per wire format.
+"""Clients of the engines that an audit supports, one class for each wire format.
 
 The formats are those of vLLM's OpenAI server (`/v1/completions`, with vLLM's fields `return_tokens_as_token_ids` and
 `cache_salt`) and of SGLang's native API (`/generate`, with `extra_key` as the salt of the prefix cache).
@@ -17,11 +17,13 @@ from trueroll.errors import ConfigError, ProtocolError, brief
 from .wire import Wire
 
 _PLAIN = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Sampling parameters that are off. Without them, a server would use the defaults of the model's generation config."""
+"""Sampling parameters that are off. If a request did not name these parameters, a server would use the defaults of the
+model's generation config.
+"""
 _NAME = "token_id:"
 _MOST_NAME_CHARS = 1000
 _LEAST, _MOST = -1e6, 1e-3
-"""Limits of a log-prob. Rounding can move it above 0."""
+"""Limits of a log-prob. Rounding can move a log-prob above 0."""
 T = TypeVar("T")
 
 
@@ -41,7 +43,7 @@ class Ask:
 @dataclass(frozen=True)
 class Drawn:
     """An engine's sample: token ids and their log-probs (float32). `num_cached`: the number of prompt tokens that the
-    engine found in its prefix cache; None if the engine does not tell.
+    engine found in its prefix cache; None if the engine does not report it.
     """
 
     token_ids: tuple[int, ...]
@@ -53,7 +55,7 @@ class Engine(Protocol):
     """An engine behind a server.
 
     `kind`: the engine's name. `model`: the name of the served model. `max_model_len`: the longest sequence, in tokens;
-    None if the server does not tell.
+    None if the server does not report it.
     """
 
     kind: str
@@ -61,14 +63,16 @@ class Engine(Protocol):
     max_model_len: int | None
 
     def sample(self, ask: Ask) -> Drawn:
-        """Raise UnavailableError or ProtocolError as `Wire.post`, and ProtocolError for a reply of another form."""
+        """Send a request and return its sample. Raise the errors of `Wire.post`, and ProtocolError if the reply does
+        not have the documented form.
+        """
         ...
 
 
 def find_engine(wire: Wire) -> Engine:
     """Return the engine behind a server. `/v1/models` names the kind of engine in `owned_by`.
 
-    Raise ConfigError for other kinds, UnavailableError or ProtocolError as `Wire.get`.
+    Raise ConfigError for an unsupported kind of engine. Also raise the errors of `Wire.get`.
     """
     told = wire.get("/v1/models")
     card = _read(wire, "/v1/models", lambda: dict(told["data"][0]))
@@ -86,7 +90,7 @@ def find_engine(wire: Wire) -> Engine:
 
 class CompletionsEngine:
     """vLLM's `/v1/completions`, which trueroll's front end serves, too. Requests have no seed: vLLM's CPU build 0.32.0
-    ends if a request with a seed is prefilled in chunks.
+    exits if a request with a seed is prefilled in chunks.
     """
 
     def __init__(self, wire: Wire, kind: str, model: str, max_model_len: int | None) -> None:
@@ -128,7 +132,7 @@ class SglangEngine:
 
 
 def _drawn(ask: Ask, token_ids: list[int], logprobs: list[float], num_cached: int | None) -> Drawn:
-    """Raise ValueError or TypeError for values of another form."""
+    """Return the sample with these values. Raise ValueError or TypeError if a value is invalid."""
     if not 0 < len(token_ids) <= ask.max_tokens or len(token_ids) != len(logprobs):
         raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs for {ask.max_tokens} requested tokens")
     if any(type(token) is not int or not 0 <= token < 2**31 for token in token_ids):
@@ -141,7 +145,9 @@ def _drawn(ask: Ask, token_ids: list[int], logprobs: list[float], num_cached: in
 
 
 def _read(wire: Wire, path: str, read: Callable[[], T]) -> T:
-    """Call `read`, which takes an answer apart. Raise ProtocolError if the answer has another form."""
+    """Call `read`, which parses the answer to a request. Raise ProtocolError if the answer does not have the documented
+    form.
+    """
     try:
         return read()
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:

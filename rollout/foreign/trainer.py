@@ -20,7 +20,9 @@ from ..auditing import load_trainer
 from .engines import Ask
 
 DistributionName: TypeAlias = Literal["raw", "temperature", "processed"]
-"""The distribution of reported log-probs: of the model itself, after the temperature, or after the filters, too."""
+"""The distribution to which log-probs refer: the model's own distribution, the distribution after the temperature, or
+the distribution after temperature and filters.
+"""
 DISTRIBUTIONS: tuple[DistributionName, ...] = ("raw", "temperature", "processed")
 Sampled: TypeAlias = tuple[Ask, tuple[int, ...]]
 """A request and the token ids of its sample."""

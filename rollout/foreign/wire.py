@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 from trueroll.errors import ConfigError, ProtocolError, UnavailableError, brief, said
 
 MAX_ANSWER_BYTES = 2**20
-"""More than 100 times the answers that an audit expects. Parsed JSON needs up to 30 times its bytes."""
+"""Maximum size of an answer in bytes: more than 100 times the size that an audit expects. Parsed JSON needs up to 30
+times its bytes.
+"""
 ANSWER_SECONDS = 300.0
 """Maximum time, in seconds, from the connection to the server to the last byte of an answer."""
 _PORTS = {"http": 80, "https": 443}
@@ -53,7 +55,7 @@ class Wire:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Any:
-        """Return the parsed JSON of a GET. Raises as `post`."""
+        """Send a GET request, and return the parsed JSON of the answer. Raise the errors of `post`."""
         return self._ask("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -82,8 +84,8 @@ class Wire:
 
     @contextmanager
     def _connected(self, late: Event) -> Iterator[HTTPConnection]:
-        """Context manager that connects to the server, and cuts the connection after `self._seconds`. Sets `late`
-        before it cuts.
+        """Context manager that connects to the server. After `self._seconds`, the event `late` is set and the
+        connection is cut.
         """
         connection = HTTPConnection(self._host, self._port, timeout=self._seconds)
         timer = None
@@ -120,7 +122,9 @@ class Wire:
 
 
 def _cut(connected: socket.socket, late: Event) -> None:
-    """Wake up the thread that waits for the server. The method of `ssl.SSLSocket` would change what the thread uses."""
+    """Shut down the connection, which wakes up the thread that waits for the server. The method of `ssl.SSLSocket`
+    would change objects that this thread is using.
+    """
     late.set()
     try:
         socket.socket.shutdown(connected, socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
 """Named adapters over HTTP, under vLLM's names: load an adapter from a folder that the worker reads, and unload it.
 
-The front end never opens the folder. The worker reads it, if the worker's settings for pushes allow the folder. The
-front end keeps no list of adapters, because pushes and other front ends load and unload adapters, too: `Watch` asks the
-worker.
+The front end never opens the folder. The worker reads the folder if its settings for pushes allow this. The front end
+keeps no list of adapters, because pushes and other front ends load and unload adapters, too. Instead, `Watch` asks the
+worker for its adapters.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Adapters:
             await self._lifecycle.client.load_adapter(name, path)
 
     async def unload(self, name: str, status: int) -> None:
-        """Unload an adapter. Raise HttpError with `status` if it is not loaded."""
+        """Unload an adapter. Raise HttpError with `status` if the adapter is not loaded."""
         try:
             await self._lifecycle.client.unload_adapter(name)
         except InvalidRequestError:

@@ -1,4 +1,4 @@
-"""The ASGI application: routes from paths to handlers, the endpoints about the model, and error responses."""
+"""The ASGI application: the routing of paths to handlers, the endpoints about the model, and error responses."""
 
 from __future__ import annotations
 
@@ -200,9 +200,9 @@ def make_app(
     tracer: Tracer | None = None,
     promises: Promises | None = None,
 ) -> ASGIApp:
-    """Return the application: all routes, behind the guard. `staging`: the version that pushes of SGLang's and vLLM's
-    paths stage. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None leaves out this
-    API.
+    """Return the application: all routes, behind the guard. `staging`: the staged weight version, which the paths of
+    SGLang and vLLM share. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None
+    leaves out this API.
     """
     samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
     adapters = Adapters(served, lifecycle)
@@ -259,7 +259,7 @@ def make_app(
         routes = own + routes  # so that `/update_weights` accepts an update in phases, too
     if promises is not None:
         counters.include(promises.collect)
-        most = min(config.max_open_requests, most_connections(config) // 2)  # each request polls on a connection
+        most = min(config.max_open_requests, most_connections(config) // 2)  # each request needs one connection to poll
         tinker = TinkerEndpoints(served, samples, clients, long_bodies, lifecycle, promises, most)
         routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in tinker_routes(tinker)]
     handlers = {

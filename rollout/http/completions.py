@@ -113,7 +113,7 @@ class CompletionForm:
         if "token_ids" in prefix:
             token_ids, logprobs = prefix["token_ids"] + token_ids, prefix["logprobs"] + logprobs
             tops = None if tops is None else chain(_prompt_tops(prefix["score"]), tops)
-        if piece.ended is None:  # a piece of a stream
+        if piece.ended is None:  # this is a piece of a stream
             self._offsets[key] = offset + sum(len(self.name(token_id)) for token_id in token_ids)
         return completion_logprobs(token_ids, logprobs, tops, self.name, offset, piece.num_entries_by_token)
 

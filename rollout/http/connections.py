@@ -481,7 +481,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.leave()
-        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise, an answer has begun
             self.send(*refusal(error, self._is_head))
 
     def _linger(self) -> None:

@@ -125,8 +125,8 @@ def _url_of(where: str, given: Any) -> ImageUrl:
 
 
 def _check_texts(values: Any, served: ServedModel) -> None:
-    """Raise InvalidRequestError if a text of the conversation contains the text that stands for an image. In the
-    template's output, such a text and the placeholder of a real image could not be told apart.
+    """Raise InvalidRequestError if a text of the conversation contains the placeholder text of an image. In the
+    template's output, this text could not be distinguished from the placeholder of a real image.
     """
     marks = served.texts.image_texts(served.images.placeholder)
     for text in strings_in(values):

@@ -90,7 +90,9 @@ def given_twice(name: str) -> HttpError:
 
 
 def model_not_found(name: object, note: str) -> HttpError:
-    """Return the error for a request that names a model that is not served. `note`: what is served."""
+    """Return the error for a request that names a model that is not served. `note`: text that says which models are
+    served.
+    """
     text = f"model: {brief(name)} is not served; {note}"
     return HttpError(404, text, field="model", value=name, code="model_not_found")
 

@@ -96,7 +96,7 @@ _TargetId = Annotated[int, Field(ge=NO_TARGET, lt=2**31)]
 _TargetIds = Annotated[
     list[_TargetId],
     Field(min_length=1, max_length=MAX_TARGETS, fail_fast=True),
-    AfterValidator(partial(array, "i")),  # a tenth of a list's memory
+    AfterValidator(partial(array, "i")),  # an array takes a tenth of a list's memory
 ]
 _JsonTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -277,7 +277,7 @@ async def take_sampling(
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if is_same(named.get("top_k"), 0):
-        named["top_k"] = -1  # 0 means off in vLLM, too
+        named["top_k"] = -1  # in vLLM, 0 also means off
     if named.get("allowed_token_ids") == []:
         del named["allowed_token_ids"]
     edits = checked(EditFields, _taken(fields, EditFields))

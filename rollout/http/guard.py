@@ -1,5 +1,5 @@
-"""The guard in front of the application. The guard counts requests, limits the number of open requests, and checks the
-origin, and the key and role or the session's capability, of each request.
+"""The guard in front of the application. The guard counts requests, and limits the number of open requests. For each
+request, the guard checks the origin, and either the client's key and role or the session's capability.
 
 A front end without a key listens only on loopback, but any web page in a local browser can send requests to loopback.
 Browsers send the origin of the page in `Origin` and the name of the server in `Host`. The guard checks `Origin` and

@@ -78,7 +78,7 @@ class ImageUrl:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with its images. `told`: the place and the hash of each image, for the answer."""
+    """A prompt with its images. `told`: the position and the hash of each image, as written to the answer."""
 
     token_ids: list[int]
     images: tuple[ImageInput, ...] = ()
@@ -96,7 +96,7 @@ class ImageMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that images use now."""
+        """The number of bytes that images in memory use now."""
         return sum([*self._held.values()])
 
     def hold(self, array: np.ndarray, num_bytes: int) -> None:

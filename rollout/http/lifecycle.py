@@ -316,7 +316,7 @@ def _one_text(folder: Path) -> Iterator[None]:
     """Context manager that converts any error from reading a folder to a PushError.
 
     The text of the PushError does not depend on the cause, so that clients cannot find out which files exist. The cause
-    is logged.
+    of the error is logged.
     """
     try:
         yield

@@ -63,7 +63,8 @@ class ServedModel:
         return self.max_model_len * max(self.texts.longest_token, _LEAST_LONGEST_TOKEN)
 
     async def named(self, name: str | None) -> ServedModel:
-        """Return what answers a request that names a model: this model or one of its adapters. None names this model.
+        """Return the model for a request with the `model` field `name`: this model, or one of its adapters. None means
+        this model.
 
         Raise HttpError if the worker serves no adapter with this name.
         """
@@ -161,7 +162,8 @@ class ServedModel:
     def check_conversation(self, conversation: Any, fits_context: bool = True) -> int:
         """Return the number of characters of a conversation, a JSON value with the arguments of the template.
 
-        Raise HttpError if it exceeds the limit, or with `fits_context`, if it is too long for the context.
+        Raise HttpError if this number exceeds the limit or, with `fits_context`, if the conversation is too long for
+        the context.
         """
         count = num_chars(conversation)
         self._check_chars("messages", count, count if fits_context else 0)

@@ -1,16 +1,16 @@
-"""The paths of requests as the front end counts and logs them: without the capabilities in them."""
+"""The paths of requests in metrics and logs. Capabilities, which are secret, are removed from these paths."""
 
 from __future__ import annotations
 
 SESSIONS = "/sessions"
 SESSION = "/sessions/{id}"
 TINKER = "/api/v1"
-"""How the paths of the Tinker API begin."""
+"""The common prefix of the paths of the Tinker API."""
 SAMPLER = f"{TINKER}/samplers/{{id}}"
 
 
 def capability_in(path: str) -> str | None:
-    """Return the session's capability in a path; None if the path has none."""
+    """Return the session's capability in a path; None if the path contains no capability."""
     before, _, rest = path.partition(f"{SESSIONS}/")
     return None if before else rest.partition("/")[0] or None
 

@@ -108,7 +108,9 @@ class Form(Protocol):
         ...
 
     def last_events(self, usage: Usage) -> list[dict[str, Any]]:
-        """Return the last events of a stream. They contain the token counts, if the request wants them."""
+        """Return the last events of a stream. The last events contain the token counts, if the request asks for token
+        counts.
+        """
         ...
 
 
@@ -117,11 +119,11 @@ class Task:
     """A request (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed, media=media)`) and the
     options for its answer.
 
-    `message`: the beginning of the last user message of a conversation, for the page at `/ui`. `marks`: texts of some
-    tokens in the text of the answer, as in `Texts.decode`. `is_kept`: whether the samples are kept for the page at
-    `/ui`. `keeps_stop`: the text of a sample contains the stop token or stop string that ended it. `request_ids`: ids
-    of the requests to the worker, one for each prompt; None means new ids. `adapter`: the named adapter that draws the
-    samples; None for the base weights.
+    `message`: the beginning of the last user message of a conversation, for the page at `/ui`. `marks`: texts that
+    stand for some tokens in the text of the answer, see `Texts.decode`. `is_kept`: whether the samples are kept for the
+    page at `/ui`. `keeps_stop`: the text of a sample contains the stop token or stop string that ended it.
+    `request_ids`: ids of the requests to the worker, one for each prompt; None means new ids. `adapter`: the named
+    adapter that draws the samples; None for the base weights.
     """
 
     prompts: list[list[int]]

@@ -1,8 +1,8 @@
 """A weight version that the worker stages in one request and commits in a later one.
 
 Owns: at most one staged version of a chain of deltas, with the publisher that staged it. Promises: a commit serves
-exactly the staged version. If staging or a commit fails, nothing is staged any more, and the worker serves its previous
-weights.
+exactly the staged version. If staging or a commit fails, the staged version is dropped, and the worker serves its
+previous weights.
 
 A version that is not committed within `STAGED_SECONDS` is dropped, and its commit is then refused.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from ..publisher.staged import Staged
 
 STAGED_SECONDS = 600.0
-"""How long a staged version waits for its commit. A trainer with several engines commits only after the slowest one has
-staged the version.
+"""Maximum time, in seconds, from the staging of a version to its commit. A trainer with several engines commits only
+after the slowest engine has staged the version.
 """
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """Version `version` of the chain at `place`. `is_served`: whether the worker served the version when it was noted,
-    so that nothing is staged.
+    """Version `version` of the chain at `place`. `is_served`: whether the worker served this version when it was
+    recorded. If so, nothing is staged.
     """
 
     place: str
@@ -39,8 +39,8 @@ class Pulled:
 
 
 class Staging:
-    """The staged version. Callers of its methods hold `lifecycle.push_lock`. `pulled`: what was staged or committed
-    last; None if there is no such version any more.
+    """The staged version. Callers of its methods hold `lifecycle.push_lock`. `pulled`: the version that was last staged
+    or committed; None if no version was staged or committed, or if the version was dropped.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -59,12 +59,12 @@ class Staging:
         self.pulled = Pulled(place, version, is_served=False)
 
     async def note_served(self, place: str, version: int) -> None:
-        """Note that the worker serves a version, which therefore needs no staging."""
+        """Record that the worker already serves a version, so that the version need not be staged."""
         await self.drop()
         self.pulled = Pulled(place, version, is_served=True)
 
     async def commit(self, version: int | None) -> None:
-        """Make the worker serve the staged version. Do nothing if the worker serves it already.
+        """Make the worker serve the staged version. No-op if the worker already serves this version.
 
         `version`: the version that the caller expects; None for any version. The caller must have staged a version.
         Raise PushError if another version is staged, or if the commit fails.
@@ -108,7 +108,7 @@ class Staging:
             raise
 
     async def _check_serves(self, version: int) -> None:
-        """Raise PushError unless the worker serves a version, which an earlier call committed."""
+        """Raise PushError if the worker no longer serves a version that an earlier call has committed."""
         served = (await self._lifecycle.report()).weight_version
         if served != version:
             text = f"version {version} was committed earlier, and version {served} has replaced it; pull the version "

@@ -31,8 +31,8 @@ _MANY_TOKENS = 2**12
 class Texts:
     """A model's tokenizer and chat template.
 
-    `model`: the same for blocking calls. `longest_token`: length of the longest token, in characters. `token`: cached
-    function that returns the text of a token.
+    `model`: the underlying `TextModel`, which blocks its callers. `longest_token`: length of the longest token, in
+    characters. `token`: cached function that returns the text of a token.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -100,7 +100,7 @@ class Texts:
         """Return a decoder for tokens that arrive one at a time. `marks`: as in `decode`."""
 
         def decode(token_ids: list[int]) -> str:
-            if len(token_ids) == 1 and token_ids[0] not in marks:  # half of all calls have one token
+            if len(token_ids) == 1 and token_ids[0] not in marks:  # a fast path: half of all calls have 1 token
                 return self.token(token_ids[0], skip_special_tokens)
             return self.decode(token_ids, skip_special_tokens, marks)
 
@@ -159,7 +159,7 @@ class GrowingText:
         self._detokenizer = texts.detokenizer(skip_special_tokens, marks)
         self._kept_back = max(map(len, stops), default=1) - 1
         self._held: list[int] = []
-        self._text, self._plain = "", ""  # the text, and the text without marks, in which stop strings are found
+        self._text, self._plain = "", ""  # the text, and its version without marks, to search for stop strings
         self._num_told = self._num_plain_told = 0
 
     def add(self, token_ids: Sequence[int]) -> str:

@@ -35,7 +35,9 @@ _MEMBER = re.compile(
     r"([a-z][_0-9a-z*/-]{0,255}|[a-z0-9][_0-9a-z*/-]{0,240}@[a-z][_0-9a-z*/-]{0,13})"
     r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]"
 )
-"""A member of `tracestate` (https://www.w3.org/TR/trace-context-1/#list). opentelemetry would log each other member."""
+"""A valid member of `tracestate` (https://www.w3.org/TR/trace-context-1/#list). opentelemetry would log each invalid
+member.
+"""
 
 
 class Traced:
@@ -82,8 +84,8 @@ class Traced:
 
 
 def _trace_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers of a trace context. A request with several `traceparent` headers has none. A `tracestate` that
-    is not valid is left out.
+    """Return the headers of a trace context. A request with several `traceparent` headers has no trace context. An
+    invalid `tracestate` is left out.
     """
     found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
     for name, value in scope["headers"]:

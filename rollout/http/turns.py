@@ -15,6 +15,8 @@ class Turns:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Wait until the event loop has run other work and until all earlier callers of `next` have had their turns."""
+        """Wait until the event loop has run other work, and until all earlier callers of `next` have run their
+        steps.
+        """
         async with self._lock:
             await asyncio.sleep(0)

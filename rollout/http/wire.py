@@ -37,7 +37,9 @@ MAX_ELEMENTS = 2**12
 _LONG_BYTES, _LONG_COST = 2**16, 2**12
 """A body is parsed in steps if it has more than `_LONG_BYTES` bytes, or if its elements cost more than `_LONG_COST`."""
 _STEP_CHARS, _STEP_STRINGS = 2**18, 2**12
-"""Number of characters that are searched for surrogates in one step, and number of strings that are encoded."""
+"""Number of characters that are searched for surrogates in one step, and number of strings that are encoded in one
+step.
+"""
 _WHOLE_BYTES = 2**18
 """Maximum length, in bytes, of an answer that is sent as a whole. A longer answer is sent in parts, without
 `Content-Length`.
@@ -198,7 +200,7 @@ class _InParts(Response):
 
 
 def refusing(path: str, why: str) -> Handler:
-    """Return the handler of a path that is refused. `why`: the reason, and what to use instead."""
+    """Return the handler of a path that is refused. `why`: a text with the reason and the alternative."""
 
     async def refuse(request: Request) -> Response:
         raise HttpError(400, f"{path}: {why}", code="unsupported_path")

@@ -23,8 +23,9 @@ BACKEND = "trueroll"
 
 @dataclass
 class TruerollInitInfo(TrainerInitInfo):
-    """What `trainer_init` needs. `publisher`: a publisher that is connected to the workers; only rank 0 needs one.
-    `version`: the version that the workers serve; each push counts up from it. `rank`: this trainer's rank.
+    """The arguments of `trainer_init`. `publisher`: a publisher that is connected to the workers; only rank 0 needs
+    one. `version`: the version that the workers serve; the first push has the next version, and each later push the
+    version after that. `rank`: this trainer's rank.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -36,8 +37,8 @@ class TruerollInitInfo(TrainerInitInfo):
 class TruerollTrainerEngine(TrainerWeightTransferEngine):
     """Pushes the weights of a `WeightSource` to trueroll workers. `version`: the version of the last push.
 
-    The engine never uses vLLM's client, since the workers need no phases: they serve the old weights until the push is
-    complete, and then continue running requests as the publisher's `in_flight` says.
+    The engine never uses vLLM's client, because the workers need no phases. Workers serve the old weights until the
+    push is complete. Afterwards, the publisher's `in_flight` determines what happens to running requests.
     """
 
     init_info_cls = TruerollInitInfo
@@ -64,11 +65,11 @@ class TruerollTrainerEngine(TrainerWeightTransferEngine):
         pairs = iter(self.source)
         try:
             if self.is_sender:
-                assert self._publisher is not None  # see `trainer_init`
+                assert self._publisher is not None  # `trainer_init` checks this
                 self._publisher.push(pairs, self.version + 1)
             self.version += 1
         finally:
-            for _ in pairs:  # so that the other ranks do not wait for this one, even after an error
+            for _ in pairs:  # so that no other rank waits for this rank, even after an error
                 pass
 
 

@@ -152,8 +152,8 @@ class _Server(socketserver.TCPServer):
             log.debug("a client disconnected, or its connection was closed: %s", error)
         except Exception:
             self.handle_error(request, client_address)
-        with suppress(OSError):  # the client has gone
-            request.shutdown(SHUT_WR)  # so the client sees the end before the socket is closed
+        with suppress(OSError):  # the client has disconnected
+            request.shutdown(SHUT_WR)  # tells the client that the answer is complete
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.warning("a request failed and was not answered", exc_info=True)
@@ -175,7 +175,7 @@ class _Connection:
 
     def end(self) -> None:
         """Wake the thread if it waits for the client, join the thread, and close the socket."""
-        with suppress(OSError):  # the client has gone
+        with suppress(OSError):  # the client has disconnected
             self._client.shutdown(SHUT_RDWR)
         self._thread.join()
         self._client.close()

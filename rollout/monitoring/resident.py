@@ -43,7 +43,7 @@ class ResidentMemory:
                 try:
                     self._num_bytes = _read(self._file)
                 except OSError:
-                    pass  # a health check must get an answer
+                    pass  # keep the last value, because a health check must get an answer
             return self._num_bytes
 
     def close(self) -> None:

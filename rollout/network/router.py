@@ -394,7 +394,7 @@ class Peer:
 
 
 class Router:
-    """The bound ROUTER socket. The constructor binds it.
+    """A bound ROUTER socket. The constructor binds the socket.
 
     `address`: the address at which the socket listens. `on_lost`: called with each identity that can get no more
     replies. Raise ConfigError if the socket cannot listen at the configured address, or if the keys cannot be read.
@@ -402,7 +402,7 @@ class Router:
 
     def __init__(self, config: WorkerConfig, on_lost: Callable[[bytes], None]) -> None:
         self._keys = server_keys(config)
-        self._resources = ExitStack()  # closed in reverse order
+        self._resources = ExitStack()  # resources are closed in reverse order
         address = config.address or self._new_address()
         context = zmq.Context()
         self._resources.callback(context.term)

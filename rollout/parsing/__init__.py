@@ -4,12 +4,13 @@ Guarantees, for any text:
 
 - Parsing never raises. Time and memory are at most proportional to the length of the text: only a limited number of
   malformed regions is parsed again.
-- The parts that a stream returns do not depend on how the text is divided. Joined, they are the parsed whole.
-- A tool call is returned only if the request has tools, and if the call's region is well-formed and closed. The end of
-  the answer closes a region in formats without a closing marker.
-- Other text is reasoning or content, as written, with these exceptions: white space around calls and reasoning, the
-  markers of a section with calls and the text between its beginning and its first call, and the beginning of a call
-  in an answer that was cut off.
-- Where a marker, such as `<tool_call>`, is a token of its own, only this token is the marker. The same text in other
-  tokens is plain text.
+- The result of a stream does not depend on how the text is divided into pieces: all parts that the stream returns,
+  joined, equal the result for the whole text.
+- A tool call is returned only if the request has tools, and if the region of the text that holds the call is
+  well-formed and closed. In formats without a closing marker, the end of the answer closes the region.
+- All other text is returned unchanged, as reasoning or content, except for these parts, which are dropped: white space
+  around calls and reasoning; the markers of a section with calls, and the text between the section's beginning and its
+  first call; and an incomplete call at the end of an answer that was cut off.
+- If the tokenizer has a token for a marker, such as `<tool_call>`, only this token is the marker. The same text written
+  with other tokens is plain text.
 """

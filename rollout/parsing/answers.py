@@ -15,7 +15,9 @@ MAX_INTEGER_BITS = 4096
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call. `arguments`: the text of a JSON object. `id`: the id that the model wrote; None if it wrote none."""
+    """A tool call. `arguments`: the text of a JSON object. `id`: the id that the model gave to the call; None if the
+    model gave no id.
+    """
 
     name: str
     arguments: str
@@ -38,8 +40,8 @@ class Answer:
 
 
 def make_call(name: Any, arguments: Any, id: str | None = None) -> Call | None:
-    """Return a call; None if the name is not a text that can be printed, or if the arguments are not an object with
-    values of JSON within the bounds above, which sessions set to the messages that agents send back.
+    """Return a call. Return None if the name is not a printable text, or if the arguments are not a JSON object within
+    `MAX_DEPTH` and `MAX_INTEGER_BITS`. Sessions apply the same bounds to the messages that agents send back.
     """
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or not isinstance(arguments, dict):
         return None
@@ -104,7 +106,7 @@ class _Part:
     def __init__(self, trims: bool) -> None:
         self._trims = trims
         self._new: list[str] = []
-        self._space: list[str] = []  # white space that may be dropped
+        self._space: list[str] = []  # white space that is dropped unless text follows
         self._has_text = self._joins = False
 
     def add(self, text: str) -> None:
@@ -134,8 +136,8 @@ class Writer:
     """Collects the parts of an answer, and decides about the white space between them.
 
     White space around the reasoning is dropped. White space at the end of the content is dropped if the answer has
-    calls. If the reasoning or the content resumes after the other one, a line break joins the texts. `plain`: converts
-    marked text to text.
+    calls. If reasoning resumes after content, or content after reasoning, a line break joins the two texts of the same
+    kind. `plain`: converts marked text to text.
     """
 
     def __init__(self, plain: Callable[[str], str]) -> None:
@@ -156,7 +158,7 @@ class Writer:
         self._reasoning.separate()
 
     def calls(self, calls: list[Call]) -> None:
-        """Append calls. An id that an earlier call has is dropped."""
+        """Append calls. If an earlier call has the same id as a new call, the id of the new call is dropped."""
         for call in calls:
             self._calls.append(replace(call, id=None) if call.id in self._ids else call)
             self._ids |= {call.id} if call.id is not None else set()

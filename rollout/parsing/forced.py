@@ -15,7 +15,8 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def forced_tools(choice: str | dict[str, Any], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools of which the model must call one, according to `tool_choice`; an empty list if it need not.
+    """Return the tools from which `tool_choice` requires the model to call one; an empty list if no call is
+    required.
 
     Raise InvalidRequestError if the choice is not supported, or if it names no tool of the request.
     """
@@ -38,15 +39,15 @@ def forced_tools(choice: str | dict[str, Any], tools: Sequence[dict[str, Any]]) 
 
 
 def name_of(tool: Mapping[str, Any]) -> str | None:
-    """Return the name of a tool; None if it has none."""
+    """Return the name of a tool; None if the tool has no name."""
     function = tool.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def forcing(params: SamplingParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
-    """Return a copy of `params` with which a sample is one call of one of the tools: a JSON object with `name` and
-    `arguments`.
+    """Return a copy of `params` with a grammar that makes a sample one call of one of the tools: a JSON object with
+    `name` and `arguments`.
 
     Raise InvalidRequestError if the parameters already have a grammar, or if a tool's schema is not supported.
     """
@@ -61,7 +62,8 @@ def forcing(params: SamplingParams, tools: Sequence[Mapping[str, Any]]) -> Sampl
 
 
 def check_reasoning(parser: AnswerParser, prompt_end: str) -> None:
-    """Raise InvalidRequestError if a prompt has begun the reasoning, which a required call leaves no room for.
+    """Raise InvalidRequestError if the end of a prompt begins the reasoning, because an answer that must be a call
+    cannot contain reasoning.
 
     `prompt_end`: the end of the prompt, as marked text.
     """

@@ -23,9 +23,10 @@ _JSON_QUOTES: dict[str, Any] = dict(open='"', close='"', escapes=True)
 class Format:
     """A format of tool calls.
 
-    `name`: as in docs/http.md. `signs`: a chat template with all of these texts uses the format. `markers`: the texts
-    that may be tokens. `syntax`: returns the syntax for markers and tools. `reasoning`: the beginning and the end of
-    the format's own reasoning; None if the chat template decides about reasoning.
+    `name`: the format's name in docs/http.md. `signs`: a chat template that contains all of these texts uses the
+    format. `markers`: the texts for which the tokenizer may have tokens. `syntax`: returns the syntax for markers and
+    tools. `reasoning`: the beginning and the end of the format's own reasoning; None if the chat template decides about
+    reasoning.
     """
 
     name: str
@@ -40,7 +41,7 @@ def _one(call: Call | None) -> list[Call] | None:
 
 
 def _object_call(value: Any) -> Call | None:
-    """Return the call that a JSON value describes; None if the value has another form or other keys."""
+    """Return the call that a JSON value describes; None if the value is not a valid call."""
     if not isinstance(value, dict) or not value.keys() <= _KEYS or value.get("type", "function") != "function":
         return None
     match [value[key] for key in ("arguments", "parameters") if key in value]:
@@ -62,7 +63,9 @@ def _hermes(markers: Markers, tools: Tools) -> Syntax:
 
 
 def _tagged(markers: Markers, tools: Tools, tags: Tags, opened: str = "") -> Callable[[str], list[Call] | None]:
-    """Return a reader of tagged calls. `opened`: the beginning of the call, if it also begins the region."""
+    """Return a reader of tagged calls. `opened`: the text that begins both the call and its region; empty if the call
+    begins inside its region.
+    """
     return lambda text: _one(tagged_call(opened + text, tags, tools, markers.plain))
 
 
@@ -94,8 +97,8 @@ def _qwen(markers: Markers, tools: Tools) -> Syntax:
 def _glm(markers: Markers, tools: Tools) -> Syntax:
     opened, end, *tags = map(markers.marked, _GLM)
     key, key_end, value, value_end = tags
-    text = f"[^{''.join(marker[0] for marker in (opened, end, *tags))}]"  # no marker begins within it
-    parameter = rf"{key}({text}*){key_end}\s*{value}"  # no marker has a character that patterns interpret
+    text = f"[^{''.join(marker[0] for marker in (opened, end, *tags))}]"  # not the start of a marker
+    parameter = rf"{key}({text}*){key_end}\s*{value}"  # markers have no characters with a special meaning in patterns
     head = rf"([^{key[0]}\s]+)"
     read_any = _tagged(markers, tools, Tags(head, parameter, value_end, "", rf"{end}\s*{opened}"))
 
@@ -110,8 +113,8 @@ _GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
 
 
 def _invoked(section: str, prefix: str, kind: str) -> Callable[[Markers, Tools], Syntax]:
-    """Return the syntax of calls in tags `invoke` and `parameter`. `section`, `prefix`: of the tags. `kind`: pattern of
-    what follows the name of a parameter.
+    """Return the syntax of calls in tags `invoke` and `parameter`. `section`: name of the tag around all calls.
+    `prefix`: prefix of the tag names. `kind`: pattern for the attributes after the name of a parameter.
     """
 
     def syntax(markers: Markers, tools: Tools) -> Syntax:
@@ -230,7 +233,7 @@ def _llama(markers: Markers, tools: Tools) -> Syntax:
 _LLAMA_SIGNS = ("<|python_tag|>", "<|header_start|>", '"parameters": dictionary of argument name')
 _LLAMA = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _MAX_START_CHARS = 256
-"""The number of characters at the start of an answer that tell whether the answer may be calls."""
+"""Maximum number of characters at the start of an answer from which to decide whether the answer consists of calls."""
 _FIRST_CALL = re.compile(r"\s*([\w.\-]*\s*[^\w.\-\s]|[\w.\-]+\s+[\w.\-])")
 _FIRST_KEY = re.compile(r'\s*("\w*\W|[^"\s])')
 
@@ -238,7 +241,7 @@ _FIRST_KEY = re.compile(r'\s*("\w*\W|[^"\s])')
 def _begins(pattern: re.Pattern[str], text: str, is_call: Callable[[str], bool]) -> bool | None:
     """Return whether the beginning of an answer is the beginning of a call; None if the text is too short to tell.
 
-    `is_call`: decides, for the text that group 1 of `pattern` matches.
+    `is_call`: takes the text that group 1 of `pattern` matches, and returns whether a call begins.
     """
     if found := pattern.match(text):
         return is_call(found[1])
@@ -246,7 +249,9 @@ def _begins(pattern: re.Pattern[str], text: str, is_call: Callable[[str], bool])
 
 
 def _json_calls(text: str) -> list[Call] | None:
-    """Return the calls in JSON objects that semicolons may separate; None if the text has another form."""
+    """Return the calls in a sequence of JSON objects, which may be separated by semicolons; None if the text is
+    anything else.
+    """
     calls, at = list[Call](), 0
     while at < len(text):
         try:
@@ -273,7 +278,7 @@ def _object(markers: Markers, tools: Tools) -> Syntax:
 _DSML = "｜DSML｜"
 _TYPED = ' string="(true|false)"'
 FORCED = Format("json", (), (), _object)
-"""One call, as a JSON object with `name` and `arguments`. A grammar forces the model to write it."""
+"""One call, as a JSON object with `name` and `arguments`. A grammar forces the model to write such a call."""
 FORMATS = (
     Format(
         "harmony",

@@ -78,7 +78,9 @@ class HarmonyStream(Reading):
         return True
 
     def _shown_header(self) -> str:
-        """Return the text of a header without a message: content, unless it only names a role and a channel."""
+        """Return the text of a header without a message, as content; empty if the header only names a role and a
+        channel.
+        """
         header, self._header = self._header, ""
         return "" if self._bare.fullmatch(header) else header.lstrip()
 
@@ -111,7 +113,7 @@ class HarmonyStream(Reading):
         return True
 
     def _end_call(self, end: str) -> None:
-        """Write the call that a message holds, or the message as content if it is malformed."""
+        """Write the call that a message contains. If the call is malformed, write the message as content."""
         text = "".join(self._body)
         if call := make_call(self._name, parsed_json(self._out.plain(text))):
             self._out.calls([call])

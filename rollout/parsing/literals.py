@@ -61,7 +61,7 @@ class _Reader(ABC):
         return self.at == len(self.text)
 
     def listed(self, end: str, read: Callable[[], None]) -> None:
-        """Call `read` for each item of a list with commas, up to the text `end`."""
+        """Read a comma-separated list up to the text `end`. Call `read` for each item."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise _Malformed
@@ -166,7 +166,7 @@ def _constant(word: str) -> Any:
 
 
 def python_calls(text: str) -> list[Call] | None:
-    """Return the calls of a text such as `[f(a=1), g()]`; None if the text has another form."""
+    """Return the calls in a text such as `[f(a=1), g()]`; None if the text does not have this form."""
     reader, calls = _Python(text), list[Call]()
     try:
         reader.need("[")
@@ -177,9 +177,9 @@ def python_calls(text: str) -> list[Call] | None:
 
 
 def gemma_call(text: str, quote: str, plain: Callable[[str], str]) -> Call | None:
-    """Return the call of a text such as `call:f{a:1}`; None if the text has another form.
+    """Return the call in a text such as `call:f{a:1}`; None if the text does not have this form.
 
-    `quote`: encloses texts. `plain`: converts marked text to text.
+    `quote`: the text that encloses strings. `plain`: converts marked text to text.
     """
     reader = _Gemma(text, quote, plain)
     try:

@@ -1,11 +1,13 @@
-"""Marked text: text in which each token that is a marker is one character."""
+"""Marked text: text in which a single character stands for each marker that is a token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 _FIRST = 0xD800
-"""Tokens become surrogates, because the decoded text of a model, which is valid Unicode, has none."""
+"""The first character that stands for a marker. These characters are surrogates, because decoded text is valid Unicode
+and contains no surrogates.
+"""
 
 
 class Markers:
@@ -21,11 +23,11 @@ class Markers:
         self.by_id = {token_ids[text]: char for text, char in self._chars.items()}
 
     def marked(self, text: str) -> str:
-        """Return marked text in which every marker of the text is a token, if such a token exists."""
+        """Convert text to marked text, in which one character stands for each marker that has a token."""
         for marker, char in self._chars.items():
             text = text.replace(marker, char)
         return text
 
     def plain(self, text: str) -> str:
-        """Return the text of marked text."""
+        """Convert marked text to text."""
         return text.translate(self._texts) if self._texts else text

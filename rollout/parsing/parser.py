@@ -13,15 +13,15 @@ from .schemas import Tools
 from .streams import Reading, Syntax
 
 PROMPT_END_TOKENS = 32
-"""The number of tokens at the end of a prompt that tell whether the prompt has begun the reasoning."""
+"""Number of tokens at the end of a prompt that are searched for the beginning of the reasoning."""
 
 
 class Vocabulary(Protocol):
-    """What the parser needs to know of a model.
+    """The properties of a model that the parser needs.
 
     `chat_templates`: the texts of the chat templates by name, as in transformers: `default` and, if there are several,
-    for example `tool_use`. `added_tokens`: the ids of the tokens that were added to the vocabulary, by text; special
-    tokens are among them.
+    for example `tool_use`. `added_tokens`: the ids of the tokens that were added to the vocabulary, by text; they
+    include the special tokens.
     """
 
     @property
@@ -35,11 +35,11 @@ class AnswerParser:
     """Parses the answers to one request.
 
     `format`: the format of the answers; None if all text outside of the reasoning is content. `reasoning`: the
-    beginning and the end of the reasoning; None if the answers have none. `tools`: as in OpenAI's field `tools`.
-    Without tools, no answer has calls. `token_ids`: the ids of the added tokens, by text.
+    beginning and the end of the reasoning; None if the answers have no reasoning. `tools`: as in OpenAI's field
+    `tools`. Without tools, no answer has calls. `token_ids`: the ids of the added tokens, by text.
 
     `marks`: the characters that stand for markers in the text of an answer, by token id. All methods take text in which
-    each of these tokens is its character.
+    these characters replace the texts of the tokens.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""The types of arguments that a model writes without quotes, according to the schemas of the request's tools."""
+"""The types of arguments in formats without quotes around texts. The schemas of the request's tools define the
+types.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 from .answers import parsed_json
 
 _MAX_SCHEMAS = 64
-"""Maximum number of schemas that are read, and of values of an `enum`, to find the types of one argument."""
+"""Maximum number of schemas that are read to find the types of one argument. Also the maximum number of values that are
+read from an `enum`.
+"""
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 ANY = frozenset({*_NAMES.values(), "null"})
 """All types."""
@@ -41,8 +45,8 @@ class Tools:
         return parameter in self._parameters(name)
 
     def typed(self, name: str, parameter: str, text: str) -> Any:
-        """Return the value of an argument. The text is parsed as JSON, unless the schema asks for a text, or for a type
-        that the value does not have.
+        """Return the value of an argument. If the schema allows only texts, the value is the text itself. Otherwise,
+        the text is parsed as JSON; if the schema does not allow the type of the result, the value is the text.
         """
         types = types_of(self._parameters(name).get(parameter), self._schemas.get(name, {}))
         return text if types == {"string"} else value_of(text, types)
@@ -61,7 +65,9 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], left: Iterator[int]) -> frozenset[str]:
-    """`left`: yields an item for each schema that may still be read."""
+    """Return the JSON types that a schema allows. `left`: an iterator with one item for each schema that may still be
+    read.
+    """
     if not isinstance(schema, Mapping) or next(left, None) is None:
         return ANY
     types = _own_types(schema)
@@ -104,8 +110,8 @@ def _referred(reference: Any, root: Any) -> Any:
 
 
 def value_of(text: str, types: frozenset[str]) -> Any:
-    """Return the value that a text stands for, if it is of one of the types; otherwise return the text. If there are
-    fewer than all types, Python's spelling of constants is accepted.
+    """Parse a text as a value of one of the types. If this is not possible, return the text. If `types` are not all
+    types, Python's spelling of constants is also accepted.
     """
     word = text.strip()
     if types != ANY:

@@ -13,8 +13,8 @@ from .literals import after_space
 from .markers import Markers
 
 _MAX_RETRIES = 16
-"""Maximum number of malformed regions, per answer, after which the text is parsed again. A retry takes time
-proportional to the length of the answer.
+"""Maximum number of retries per answer. After a malformed region, a retry parses the following text again, which takes
+time proportional to the length of the answer.
 """
 
 
@@ -26,14 +26,15 @@ def any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Region:
-    """A region that holds a tool call, as marked text.
+    """The syntax of a region, which is a part of the text that holds tool calls. All texts are marked text.
 
-    `read`: returns the calls in the text of a region, or None if the text is malformed. `end`: ends the region, unless
-    it is quoted; empty if only the end of the answer ends the region. `open`, `close`: begin and end quoted text; empty
-    if there is none. In quoted text, a backslash escapes the next character if `escapes` is true. `tail`: text that is
-    dropped after the region. `may_lack_end`: whether the end of the answer also ends the region. `is_doubtful`: whether
-    the region is content if the answer was cut off in the region. `begins`: returns whether the region is confirmed by
-    the text after its beginning, which stands at a position of a text; None if this depends on later text.
+    `read`: returns the calls in the text of a region, or None if the text is malformed. `end`: the text that ends the
+    region, except inside quotes; empty if only the end of the answer ends the region. `open`, `close`: the texts that
+    begin and end a quote; empty if the format has no quotes. `escapes`: whether a backslash in a quote escapes the next
+    character. `tail`: text that is dropped after the region. `may_lack_end`: whether the end of the answer also ends
+    the region. `is_doubtful`: whether an unfinished region at the end of a cut-off answer is content. `begins`: takes a
+    text and the position after the beginning of a possible region, and returns whether this really is a region; None if
+    the decision needs later text.
     """
 
     read: Callable[[str], list[Call] | None]
@@ -48,17 +49,19 @@ class Region:
 
     @cached_property
     def outside(self) -> re.Pattern[str]:
-        """What ends the region or begins quoted text."""
+        """A pattern that matches the end of the region or the beginning of a quote."""
         return any_of(tuple(text for text in (self.end, self.open) if text))
 
     @cached_property
     def inside(self) -> re.Pattern[str]:
-        """What ends quoted text or is escaped in it."""
+        """A pattern that matches the end of a quote, or an escaped character in a quote."""
         return re.compile(re.escape(self.close) + (r"|\\." if self.escapes else ""), re.DOTALL)
 
     @cached_property
     def most_held(self) -> int:
-        """The number of characters at the end of a text that later text may join to a match of a pattern."""
+        """Number of characters at the end of a text that must be held back, because a match of a pattern may begin
+        there and end in later text.
+        """
         return max(2, *map(len, (self.end, self.open, self.close))) - 1
 
 
@@ -67,12 +70,13 @@ _NO_REGION = Region(lambda _: None)
 
 @dataclass(frozen=True)
 class Syntax:
-    """The syntax of a format, as marked text.
+    """The syntax of a format. All texts are marked text.
 
-    `reasoning`: the beginning and the end of the reasoning. `after_reasoning`: texts that may follow the reasoning if
-    its end is missing. `regions`: the regions of calls, by the text that begins them. `section`: the beginning and the
-    end of a section; if it is given, regions begin only in sections. `silent`: texts that are not content. `at_start`:
-    like `regions`, for texts that begin a region only at the start of the content.
+    `reasoning`: the texts that begin and end the reasoning. `after_reasoning`: texts that also end the reasoning, if
+    its end is missing. `regions`: the regions of calls, by the text that begins the region. `section`: the texts that
+    begin and end a section; if `section` is given, regions occur only in sections. `silent`: texts that are dropped
+    from the content. `at_start`: regions that occur only at the start of the content, by the text that begins the
+    region.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -84,12 +88,12 @@ class Syntax:
 
     @cached_property
     def in_content(self) -> tuple[str, ...]:
-        """The texts that are not content."""
+        """The texts that interrupt the content: the beginnings of sections or regions, and the silent texts."""
         return (*(self.section[:1] if self.section else self.regions), *self.silent)
 
     @cached_property
     def in_section(self) -> tuple[str, ...]:
-        """The texts that end a section or begin a region in it."""
+        """The texts that end a section, or begin a region in a section."""
         return (*self.regions, *(self.section or ())[1:])
 
     def stream(self, markers: Markers, in_reasoning: bool) -> Reading:
@@ -98,17 +102,18 @@ class Syntax:
 
 
 def begun(text: str, start: int, texts: Sequence[str]) -> int:
-    """Return the length of the longest end of `text[start:]` that may begin one of `texts`."""
+    """Return the length of the longest suffix of `text[start:]` with which one of `texts` may begin."""
     most = min(len(text) - start, max(map(len, texts), default=1) - 1)
     return next((n for n in range(most, 0, -1) if any(each.startswith(text[-n:]) for each in texts)), 0)
 
 
 class Reading(ABC):
-    """What all parsers of a growing answer share: the text that is not parsed yet, and the state of the parser.
+    """Base class of the parsers of a growing answer. Holds the text that is not parsed yet, and the state of the
+    parser.
 
-    A state is a method that parses a part of the text. The method returns whether the state has ended. If so, `_state`
-    is the next state. `add` takes marked text, and `finish` the finish reason as in `SampleOutput`. Both return the new
-    parts.
+    A state is a method that parses a part of the text, and returns whether the state has ended. If the state has ended,
+    the method has set `_state` to the next state. `add` takes marked text. `finish` takes the finish reason, as in
+    `SampleOutput`. Both methods return the new parts of the answer.
     """
 
     _state: Callable[[], bool]
@@ -138,7 +143,9 @@ class Reading(ABC):
         return text
 
     def _take_before(self, texts: Sequence[str]) -> str:
-        """Return the text, without the end that may begin one of `texts`."""
+        """Return the unparsed text, except for a suffix that may be the beginning of one of `texts`. Advance past the
+        returned text.
+        """
         return self._take(len(self._rest) - begun(self._rest, self._at, texts))
 
 
@@ -149,7 +156,7 @@ class AnswerStream(Reading):
         super().__init__(markers)
         self._syntax = syntax
         self._reasoning = syntax.reasoning or ()
-        self._starts = (*syntax.at_start, *self._reasoning[:1])  # the texts that may begin a part in `_beginning`
+        self._starts = (*syntax.at_start, *self._reasoning[:1])  # the texts that end the state `_beginning`
         self._state = self._in_reasoning if in_reasoning else self._beginning
         self._section: _Section | None = None
         self._opened, self._body, self._is_quoted = "", list[str](), False
@@ -172,7 +179,7 @@ class AnswerStream(Reading):
 
     @property
     def _sought(self) -> tuple[str, ...]:
-        """The texts that end the part of the answer to which the next text belongs."""
+        """The texts that end the current part of the answer."""
         if self._state == self._in_reasoning:
             return (*self._reasoning[1:], *self._syntax.after_reasoning)
         if self._section is not None:
@@ -270,7 +277,7 @@ class AnswerStream(Reading):
         return True
 
     def _finish_region(self, is_cut: bool) -> None:
-        """Read a region that has no end. If the answer was cut off, the beginning of a call is dropped."""
+        """Read a region without an end. If the answer was cut off, drop the incomplete call."""
         region, text = self._region, "".join(self._body) + self._take(len(self._rest))
         if region.may_lack_end and (calls := region.read(text)):
             self._calls(calls)
@@ -282,10 +289,12 @@ class AnswerStream(Reading):
             self._malformed(text)
 
     def _retry(self, text: str) -> None:
-        """Read a malformed region as if it ended at the first `end`, quoted or not. Parse the text after it again.
+        """Read a malformed region as if it ended at the first occurrence of `end`, even inside quotes. Parse the text
+        after this `end` again.
 
-        The region is content unless it has calls and is followed by another region, the end of the section, or the end
-        of the text: another `end` is likely to be quoted.
+        The shortened region counts as a region only if it has calls, and if another region, the end of the section, or
+        the end of the text follows. Otherwise, the first `end` was probably inside quotes, and the shortened region is
+        content.
         """
         if not self._retries:
             return self._malformed(text)
@@ -307,7 +316,7 @@ class AnswerStream(Reading):
         self._state = self._in_tail
 
     def _in_tail(self) -> bool:
-        """After the calls of a region: skip the region's tail."""
+        """The state after the calls of a region: skip the region's tail."""
         self._text(self._take(after_space(self._rest, self._at)))
         if tail := self._region.tail:
             text = self._rest[self._at : self._at + len(tail)]
@@ -322,7 +331,7 @@ class AnswerStream(Reading):
         return True
 
     def _resume(self) -> None:
-        """After calls: the reasoning may resume."""
+        """Set the state after calls, in which the reasoning may resume."""
         self._starts, self._state = self._reasoning[:1], self._beginning
 
     def _malformed(self, text: str) -> None:
@@ -333,10 +342,11 @@ class AnswerStream(Reading):
 
 
 class _Section:
-    """The text of a section outside of regions. `opened`: begins the section.
+    """The text of a section outside of regions. `opened`: the text that begins the section.
 
-    If the section has calls, the text after the first call is content, without pieces that are only white space.
-    Otherwise, the section is content as written. `has_call`: whether the section has calls, and was not content before.
+    If the section has calls, the text after the first call is content, except for pieces of only white space. If the
+    section has no calls, the whole section is content. `has_call`: whether the section has calls, and no part of it
+    became content before the first call.
     """
 
     def __init__(self, opened: str) -> None:
@@ -348,20 +358,22 @@ class _Section:
         return not "".join(self._held).strip()
 
     def text(self, text: str) -> str:
-        """Add text. Return the part of it that is content."""
+        """Add text. Return the text that is now known to be content."""
         self._held.append(text)
         self._passes = self._passes or (self.has_call and bool(text.strip()))
         return self._take() if self._passes else ""
 
     def take_call(self) -> None:
-        """Take note of a call, which drops the held text. If the section is content already, it stays content."""
+        """Record a call, and drop the held text. If a part of the section is already content, later text of the section
+        stays content.
+        """
         self._held = []
         if self.has_call or not self._passes:
             self.has_call, self._passes = True, False
 
     def shown(self, last: str = "") -> str:
-        """Return the beginning of the section, the held text, and `last`; an empty string if the section has a call.
-        Later text is content, too.
+        """Return the section's text so far, followed by `last`; from now on, later text of the section is content. If
+        the section has a call, drop the held text and return an empty string.
         """
         if self.has_call:
             self.take_call()

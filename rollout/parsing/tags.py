@@ -16,14 +16,15 @@ from .schemas import ANY, Tools, value_of
 
 @dataclass(frozen=True)
 class Tags:
-    """The tags of a format, as marked text.
+    """The tags of a format. All texts are marked text.
 
     `head`: regular expression for the beginning of a call; its group 1 is the name. `parameter`: regular expression for
     the beginning of an argument; group 1 is the name, and group 2, if there is one, is the type. `close`: ends an
     argument. `last`: ends a call; empty if the call ends where the region ends. `border`: regular expression for the
-    end of a call; in a value, it shows that the end of the argument is missing. `is_line`: whether a value stands
-    between two line breaks, which are not part of it; an argument without an end then ends before a line that begins
-    another argument of the tool. `has_entities`: whether names have the character references of HTML.
+    border between calls; if it matches inside a value, the end of the argument is missing. `is_line`: whether each
+    value is enclosed in two line breaks, which are not part of the value. If `is_line` is true, an argument without an
+    end ends before the line that begins another argument of the tool. `has_entities`: whether names may contain
+    character references of HTML.
     """
 
     head: str
@@ -36,22 +37,22 @@ class Tags:
 
     @cached_property
     def heads(self) -> re.Pattern[str]:
-        """The beginning of a call, after white space."""
+        """A pattern for the beginning of a call, with any white space before it."""
         return re.compile(rf"\s*{self.head}")
 
     @cached_property
     def parameters(self) -> re.Pattern[str]:
-        """The beginning of an argument."""
+        """A pattern for the beginning of an argument."""
         return re.compile(self.parameter)
 
     @cached_property
     def boundaries(self) -> re.Pattern[str]:
-        """The end of an argument, if another argument or the end of the call follows."""
+        """A pattern for the end of an argument that is followed by another argument or by the end of the call."""
         return re.compile(rf"{re.escape(self.close)}\s*(?={self.parameter}|\Z)")
 
     @cached_property
     def lines(self) -> re.Pattern[str]:
-        """A line break before a line that begins an argument."""
+        """A pattern for a line break before a line that begins an argument."""
         return re.compile(rf"\n(?={self.parameter}\n)")
 
     @cached_property
@@ -61,9 +62,9 @@ class Tags:
 
 
 def tagged_call(text: str, tags: Tags, tools: Tools, plain: Callable[[str], str]) -> Call | None:
-    """Return the call in the region of a call; None if the region has another form.
+    """Return the call in a region; None if the text of the region is malformed.
 
-    The tag that closes the last argument may be missing, if the value does not mention such a tag. `plain`: converts
+    The tag that closes the last argument may be missing, if the value does not contain such a tag. `plain`: converts
     marked text to text.
     """
     text = text.rstrip()
@@ -79,7 +80,7 @@ def tagged_call(text: str, tags: Tags, tools: Tools, plain: Callable[[str], str]
 def _arguments(
     text: str, name: str, at: int, tags: Tags, tools: Tools, plain: Callable[[str], str]
 ) -> dict[str, tuple[str, str | None]] | None:
-    """Return the values and the types of arguments, by name; None if the text has another form."""
+    """Return the values and the types of arguments, by name; None if the text is malformed."""
     arguments: dict[str, tuple[str, str | None]] = {}
     closed = tags.boundaries.search(text, at)
     while (at := after_space(text, at)) < len(text):
@@ -106,7 +107,9 @@ def _name(text: str, tags: Tags, plain: Callable[[str], str]) -> str:
 
 
 def _typed(name: str, key: str, value: str, kind: str | None, tools: Tools) -> Any:
-    """Return the value of an argument. `kind`: the type that the model wrote; None if the schema has the type."""
+    """Return the value of an argument. `kind`: the type that the model wrote; None if the schema determines the
+    type.
+    """
     if kind is None:
         return tools.typed(name, key, value)
     return value if kind in ("true", "string") else value_of(value, ANY)

@@ -1,4 +1,4 @@
-"""Long binaries of a frame that share the frame's memory.
+"""Decode a frame without copying its long binaries, which then share the frame's memory.
 
 msgpack copies every binary that it decodes. The arrays of a sample with large records are nearly as long as its frame,
 so frame and copies together would take twice the memory. `without_binaries` replaces each long binary by a short
@@ -12,17 +12,21 @@ from typing import NamedTuple
 
 LONG_BYTES = 2**14
 MOST_PARTS = 4
-"""A binary is long if it has at least `LONG_BYTES` bytes, and at least 1 / `MOST_PARTS` of the frame. It therefore
-keeps at most `MOST_PARTS` times its own size in memory.
+"""A binary is long if it has at least `LONG_BYTES` bytes, and at least 1 / `MOST_PARTS` of the frame. A long binary
+therefore keeps at most `MOST_PARTS` times its own size in memory.
 """
 MOST_VALUES = 2**10
-"""How many values of a frame are searched. The search is in Python, so a frame with more values is copied instead."""
+"""Maximum number of values in a frame that is searched for long binaries. The search is slow because it runs in Python,
+so all binaries of a frame with more values are copied instead.
+"""
 
 _CODE = 1
 _FIXEXT_1 = 0xD4
 _BINARIES = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _LENGTHS = _BINARIES | {0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-"""Kinds of values (the first byte of each) that are followed by a length, and the number of bytes of this length."""
+"""For each kind of value with an explicit length, identified by its first byte: the number of bytes of the length,
+which follows the first byte.
+"""
 _ARRAYS, _MAPS = (0xDC, 0xDD), (0xDE, 0xDF)
 _NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 _SINGLE_BYTES = frozenset((*range(0x80), 0xC0, 0xC2, 0xC3, *range(0xE0, 0x100)))
@@ -37,7 +41,7 @@ class Binaries(NamedTuple):
     found: Sequence[memoryview]
 
     def find(self, code: int, index: bytes) -> memoryview:
-        """Return the binary for which an extension stands. For `ext_hook` of `msgpack.unpackb`."""
+        """Return the binary that an extension replaces. To be passed as `ext_hook` to `msgpack.unpackb`."""
         return self.found[index[0]]
 
 
@@ -59,7 +63,9 @@ def without_binaries(frame: memoryview) -> Binaries | None:
 
 
 def _find(frame: memoryview) -> list[tuple[int, int, int]]:
-    """Return the places of long binaries: where the header, the content and the next value begin."""
+    """Return three positions for each long binary: the beginnings of its header, of its content, and of the next
+    value.
+    """
     places, at, num_left = list[tuple[int, int, int]](), 0, 1
     least = max(LONG_BYTES, len(frame) // MOST_PARTS)
     for _ in range(MOST_VALUES):

@@ -214,7 +214,7 @@ def id_in(frame: bytes) -> str | None:
                 id = unpacker.unpack()
                 return id if isinstance(id, str) and 1 <= len(id) <= MAX_ID_CHARS else None
             unpacker.skip()
-    except Exception:  # the bytes contain no id
+    except Exception:  # the bytes contain no valid id
         return None
     return None
 
@@ -313,7 +313,7 @@ def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
         token_ids = [plain(token) for token in token_ids]
     try:
         tokens = np.asarray(token_ids)
-    except ValueError:  # sequences of different lengths
+    except ValueError:  # numpy raises ValueError for sequences of different lengths
         tokens = np.empty((0, 0))
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         text = f"{field}: must be a flat sequence of token ids (got {brief(token_ids)})"

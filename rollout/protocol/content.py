@@ -93,7 +93,7 @@ def image_of(ref: ImageRef, content: bytearray, tower: Tower) -> ImageInput:
     table = np.frombuffer(content, "<f4", split // 4).reshape(tower.channels, NUM_LEVELS)
     levels = np.frombuffer(content, np.uint8, offset=split).reshape(ref.rows * ref.columns, -1)
     image = ImageInput(ref.start, ref.rows, ref.columns, levels, table, ref.frames)
-    vars(image)["content_hash"] = ref.content_hash  # so that it is not computed again
+    vars(image)["content_hash"] = ref.content_hash  # so that the hash is not computed again
     return image
 
 

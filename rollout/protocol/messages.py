@@ -253,7 +253,7 @@ class Invalidate(Message):
 
 
 class UnloadAdapter(Message):
-    """Unload a named adapter. Its unfinished requests are aborted."""
+    """Unload a named adapter. The adapter's unfinished requests are aborted."""
 
     type: Literal["unload_adapter"] = "unload_adapter"
     id: Id
@@ -554,8 +554,7 @@ class Checksums(Message):
     """The reply to `GetChecksums`.
 
     `checksums`: maps each parameter's Hugging Face name to the 64-bit XXH3 hash of the parameter's bytes. Adapters are
-    merged before the hash is computed. `dtype`, `dtypes`, `renamed`, `respelled`, `left_out`, `push_id`: as in
-    `Weights`.
+    merged before the hash is computed. `dtype`, `dtypes`, `renamed`, `respelled`, `left_out`, `push_id`: see `Weights`.
     """
 
     type: Literal["checksums"] = "checksums"

@@ -285,9 +285,9 @@ class WeightPublisher:
     - `timeout`: limit on each wait, in seconds. With `disk` and `delta`, the limit includes the time that a worker
       needs to read the folder.
     - `folder`: for `disk` and `delta`, the folder for pushes. Each push creates a subfolder and removes the subfolders
-      of older pushes. With `delta`, the subfolders since the last full checkpoint but one are kept. A new folder gets
-      mode 0700; an existing folder keeps its mode.
-    - `full_every`: for `delta`, one of this many pushes in a row writes a full checkpoint, from which a new or late
+      of older pushes. With `delta`, the subfolders from the second-to-last full checkpoint on are kept. A new folder
+      gets mode 0700; an existing folder keeps its mode.
+    - `full_every`: for `delta`, one in every `full_every` pushes writes a full checkpoint, with which a new or late
       worker begins. The trainer keeps a copy of the weights.
     - `host`: for `collective` and `relay`, the address at which workers reach this machine, by default 127.0.0.1. The
       traffic is neither encrypted nor authenticated.
@@ -296,8 +296,8 @@ class WeightPublisher:
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
       `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests, which then return
       the tokens that they have so far. `keep` continues the requests with the new weights over the KV of the old
-      weights; `SampleOutput.old_kv` lists the tokens that are drawn over it, which the promise of equal bits does not
-      cover. A worker with an unfinished request that sets `one_version` refuses a push with `keep`.
+      weights; `SampleOutput.old_kv` lists the tokens that are drawn over old KV. The promise of equal bits does not
+      cover these tokens. A worker with an unfinished request that sets `one_version` refuses a push with `keep`.
     - `in_place`: workers overwrite the weights that they serve, and so need no memory for a second copy. After a failed
       `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.
@@ -412,9 +412,10 @@ class WeightPublisher:
         - `adapters`: for a PEFT model, send only the LoRA matrices A and B and the `modules_to_save`. The workers must
           already have the other weights of the model, from the checkpoint or from a push without `adapters`. Checksums
           verify the weights that are not sent, but do not detect that a frozen weight was changed through `.data`.
-        - `adapter`: with `adapters`, serve the LoRA adapter under this name, beside the base weights and beside other
-          adapters, to requests that choose it. `version` is then the adapter's version, which counts apart from other
-          versions. The workers need `adapter_bytes`. In a fleet, workers that join later do not get the adapter.
+        - `adapter`: a name for the LoRA adapter; only together with `adapters`. The workers keep serving the base
+          weights and other named adapters, and serve this adapter to requests that choose its name. `version` is then
+          the version of this adapter, which is independent of the versions of the base weights and of other adapters.
+          The workers need `adapter_bytes`. In a fleet, workers that join later do not get the adapter.
 
         The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
@@ -433,7 +434,7 @@ class WeightPublisher:
                     raise
                 log.warning("repeating the push of version %d without lost workers: %s", version, error)
                 continue
-            if result is None:  # the same on every rank
+            if result is None:  # `result` is None on all ranks or on none
                 alone = False
                 continue
             if adapter is None:
@@ -480,22 +481,24 @@ class WeightPublisher:
         return result
 
     def pull(self, source: str | Path, version: int, *, allow_older: bool = False, reads_chain: bool = True) -> Staged:
-        """Make every worker stage version `version` from the chain at `source`, while it generates. Return the staged
-        version, which the caller commits or aborts.
+        """Make every worker stage version `version` from the chain at `source`, while the worker generates. Return the
+        staged version, which the caller commits or aborts.
 
         Each worker reads the chain itself: the deltas since the version that it serves, or a full checkpoint and the
         deltas after it. No trainer is needed. The chain may come from `push` with the transport `delta`, from slime or
         from SkyRL.
 
         - `source`: a folder, or a URL for fsspec such as s3://bucket/run, with subfolders such as `weight_v000123`.
-          This process and every worker must be able to read it. A worker reads a URL only if its `push_urls` allow it.
+          This process and every worker must be able to read the source. A worker reads a URL only if its `push_urls`
+          allow it.
         - `allow_older`: see `push`.
         - `reads_chain`: if False, only the workers read the chain, not this process. Only for chains of slime and
           SkyRL.
 
-        Workers that already serve this push are not affected. The chains of slime and SkyRL have no ids of pushes, so
-        with such a chain, a worker that serves `version` refuses it as not newer. Raise PushError if the chain does not
-        lead to `version`, or if a worker has not staged it; the workers then keep their weights.
+        Workers that already serve this push are not affected. The chains of slime and SkyRL have no push ids. With such
+        a chain, a worker that already serves `version` refuses the push, because the version is not newer. Raise
+        PushError if the chain does not lead to `version`, or if a worker has not staged the version; all workers then
+        keep their weights.
         """
         version = _checked_version(version)
         place = str(source) if is_url(str(source)) else str(Path(source).absolute())
@@ -641,7 +644,7 @@ class WeightPublisher:
             return None
         result = self._push_to(stale, tensors, adapters, *self._terms)
         self._latest |= dict.fromkeys(stale.workers.addresses, result.push_id)
-        if len(stale.replies) == len(party.replies):  # otherwise some workers still have the noted push
+        if len(stale.replies) == len(party.replies):  # otherwise, workers still serve the recorded push
             self._tell_fleet(result.version, result.push_id)
         return result
 
@@ -723,7 +726,7 @@ def _checked_version(version: int) -> int:
 
 
 def _index_of(place: str, version: int) -> Index:
-    """Return the content of a folder of a chain. Raise PushError if this process cannot read it."""
+    """Return the content of a folder of a chain. Raise PushError if this process cannot read the folder."""
     chain = RemotePlace(place) if is_url(place) else OwnPlace(Path(place))
     return read_index(chain, version, max_header_bytes(MOST_TENSORS))
 
@@ -741,8 +744,10 @@ def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
 
 
 def _roundings_of(model: Any, quantization: str) -> dict[str, Rounding]:
-    """Return how workers with this setting `quantization` round the weights of a PEFT model, by the workers' names."""
-    from ...kernels.plain_models import spec_of  # imports transformers
+    """For each weight of a PEFT model, by the name that workers use, return how workers with the setting `quantization`
+    round this weight.
+    """
+    from ...kernels.plain_models import spec_of  # imported here because it imports transformers
 
     try:
         return roundings(with_quantization(spec_of(unwrapped(model)), quantization))

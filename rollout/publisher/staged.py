@@ -18,9 +18,9 @@ from ...weight_sync.trainer.transaction import Transaction
 class Staged:
     """Version `version`, which every worker of a publisher has read and verified, but does not serve yet.
 
-    Meanwhile, the workers generate with their old weights. Call `commit` or `abort` within the publisher's `timeout`,
-    and before the publisher's next call; afterwards, the workers drop the staged weights. As a context manager,
-    `Staged` aborts at the end of the context unless it was committed. `left_out`: addresses of lost workers.
+    Until the commit, the workers generate with their old weights. Call `commit` or `abort` within the publisher's
+    `timeout`, and before any other call to the publisher. Otherwise, the workers drop the staged weights. As a context
+    manager, `Staged` aborts at the end of the context unless it was committed. `left_out`: addresses of lost workers.
     """
 
     def __init__(
@@ -31,7 +31,8 @@ class Staged:
         self._committed = committed
 
     def commit(self) -> PushResult:
-        """Make every worker serve the version, and return the result, which does not count bytes.
+        """Make every worker serve the version. Return the result of the push, in which the number of bytes is not
+        counted.
 
         Raise PushError if a worker has not committed the version, and ConfigError after an earlier call of `commit` or
         `abort`.

@@ -1,1 +1,1 @@
-"""Sessions of agents: conversations in which the tokens of an answer stay the tokens that the model drew."""
+"""Sessions of agents. In a session, the tokens of an answer are always the tokens that the model drew."""

@@ -1,4 +1,4 @@
-"""From the tokens of an answer to a message: text, parsed parts, and OpenAI's form.
+"""Convert the tokens of an answer to a message: decode the text, parse its parts, and write them in OpenAI's form.
 
 Does not own the formats of tool calls and reasoning: `parsing`, or a user's own `Parser`, finds tool calls and
 reasoning.
@@ -59,7 +59,9 @@ class ParserSettings:
         return parser_for(texts, self.tools, self.is_forced)
 
     def check(self, texts: TextModel, prompt: Sequence[int]) -> None:
-        """Raise InvalidRequestError if an answer to the prompt must be a call, but the prompt has begun a reasoning."""
+        """Raise InvalidRequestError if the answer to a prompt must be a tool call, but the prompt's end begins the
+        reasoning.
+        """
         if self.is_forced and (parser := self.parser(texts)) is not None:
             check_reasoning(parser, prompt_end(texts, prompt, parser))
 
@@ -79,9 +81,9 @@ def read_answer(
 ) -> Message:
     """Return the message of a sample.
 
-    `parser`: None for the parser of the model's chat template. If the parts of any other parser are not a valid
-    message, the answer is content as a whole. `prompt`: the prompt of the sample, token ids. `seed`:
-    the seed of the request, from which the ids of tool calls are derived if the model did not write them.
+    `parser`: None means the parser for the model's chat template. If the parts that any other parser returns are not a
+    valid message, the whole answer is content. `prompt`: the token ids of the sample's prompt. `seed`: the seed of the
+    request, from which the ids of tool calls are derived if the model did not write them.
     """
     if parser is None:
         return _parsed(sample, texts, settings, prompt, seed)
@@ -97,7 +99,7 @@ def read_answer(
 
 
 def call_id(seed: int, index: int) -> str:
-    """Return the id of a tool call for which the model wrote none. `index`: index of the call in the answer."""
+    """Return an id for a tool call to which the model gave no id. `index`: index of the call in the answer."""
     return f"call_{seed:016x}{index}"
 
 
@@ -136,7 +138,7 @@ def _text_of(sample: SampleOutput, texts: TextModel, marks: Mapping[int, str]) -
 
 
 def told_message(message: Message) -> dict[str, Any]:
-    """Return a drawn message in OpenAI's form, with the arguments of tool calls as JSON texts."""
+    """Return a message that the model drew in OpenAI's form, with the arguments of tool calls as JSON texts."""
     content, calls = message.fields["content"], message.calls
     told: dict[str, Any] = dict(role=message.role, content=content or (None if calls else ""))
     if message.reasoning:
@@ -152,6 +154,6 @@ def _told_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_id(call: dict[str, Any], text: str, derived: str) -> dict[str, Any]:
-    """Return a tool call with an id that is the same whenever the same tokens are drawn."""
+    """Return a tool call with an id. Equal drawn tokens give equal ids."""
     id = call.get("id")
     return call if isinstance(id, str) and id and id in text else call | dict(id=derived)

@@ -1,9 +1,9 @@
-"""Samples of a session, for trainers.
+"""The samples of a session, in the forms that trainers read.
 
 A session has one sample for each leaf of its forest. The tokens of a sample are all tokens of the conversation, in
-order, as the worker received and drew them. If several samples contain a drawn token, only the first of them trains it.
-Owns the forms in which samples leave a session: Python objects, JSON, safetensors, and the entries that NeMo-Gym
-keeps for each call.
+order, as the worker received and drew them. If several samples contain the same drawn token, only the mask of the first
+of these samples includes the token. Owns the export formats of samples: Python objects, JSON, safetensors, and the
+entries that NeMo-Gym stores for each call.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ARRAYS = ("token_ids", "mask", "logprobs", "versions", "old_kv")
 class SessionTurn:
     """A drawn message of a sample.
 
-    `node`: its id. `start`, `end`: the sample's tokens [start, end) are its tokens. `is_trained`: whether the sample's
-    mask contains any of these tokens: all of them, or only the token that ended the message, if an earlier sample has
-    the message without this token. `finish_reason`, `seed`: of the worker's sample. `reward`: the reward that the agent
-    attached to the node.
+    `node`: id of the message. `start`, `end`: the tokens of the message are the sample's tokens [start, end).
+    `is_trained`: whether the sample's mask includes any of these tokens. The mask then includes all of them, or only
+    the token that ended the message, if an earlier sample has the message without this token. `finish_reason`, `seed`:
+    from the worker's sample. `reward`: the reward that the agent attached to the node.
     """
 
     node: str
@@ -48,19 +48,19 @@ class SessionTurn:
 class SessionSample:
     """A conversation of a session, from its first token to the end of a leaf.
 
-    - `node`: id of the leaf. `reward`: the reward of the leaf. `is_abandoned`: whether the agent made the
-      leaf's call several times, and continued another answer to it.
+    - `node`: id of the leaf. `reward`: the reward of the leaf. `is_abandoned`: whether the agent made the same call
+      several times, and continued the conversation with another answer than the leaf.
     - `token_ids`: int32 [num_tokens]
-    - `mask`: uint8 [num_tokens], 1 for the tokens to train: the tokens that the model drew, if no earlier sample trains
-      them. A token is in no mask if no sample contains it.
+    - `mask`: uint8 [num_tokens], 1 for the tokens to train: all tokens that the model drew, except for tokens in the
+      mask of an earlier sample. A drawn token that no sample contains is in no mask.
     - `logprobs`: float32 [num_tokens], 0.0 outside the mask
     - `versions`: int64 [num_tokens], the version of the weights that drew the token; -1 for tokens that no model drew
     - `old_kv`: uint8 [num_tokens], 1 for tokens that were drawn over KV of older weights (`SampleOutput.old_kv`), so
-      no version of the weights recomputes their log-probs
-    - `columns`: the other columns that the requests recorded, such as `top_logprobs`, for the tokens of the mask in
-      order; a column that some of the trained messages lack is missing
+      that no version of the weights reproduces their log-probs
+    - `columns`: other columns that the requests recorded, such as `top_logprobs`, for the tokens in the mask, in order;
+      only columns that all trained messages have
     - `routed_experts`: [num_tokens - 1, layers, experts per token], or None unless all messages recorded them. Each row
-      is from the request that first computed it.
+      comes from the request that first computed the row's token.
     - `turns`: the drawn messages. `messages`: all messages.
     """
 
@@ -99,7 +99,7 @@ class SessionSample:
 
 def samples_of(forest: Forest) -> list[SessionSample]:
     """Return one sample for each leaf, in the order in which the leaves were added."""
-    trained: dict[str, int] = {}  # the number of tokens of each drawn node that the samples train
+    trained: dict[str, int] = {}  # by id of the drawn node: how many of its tokens are in the masks so far
     return [_sample(leaf, trained, forest.is_abandoned(leaf)) for leaf in forest.leaves()]
 
 
@@ -143,7 +143,9 @@ def token_entries(forest: Forest, rollout_id: str) -> list[dict[str, Any]]:
 
 
 def tokens_until(nodes: Sequence[Node]) -> list[int]:
-    """Return the tokens of a conversation up to the end of its last drawn node. `nodes`: its drawn nodes."""
+    """Return the tokens of a conversation up to the end of its last drawn node. `nodes`: the drawn nodes of the
+    conversation, in order.
+    """
     token_ids: list[int] = []
     for node in nodes:
         drawn = drawn_of(node)
@@ -153,21 +155,23 @@ def tokens_until(nodes: Sequence[Node]) -> list[int]:
 
 
 def add_opening(token_ids: list[int], opening: Opening) -> None:
-    """Turn the tokens up to the end of a drawn node into the prompt of the next drawn node."""
+    """Append an opening to `token_ids`, which end with a drawn node. The result is the prompt of the next drawn
+    node.
+    """
     if opening.dropped:
         token_ids.pop()
     token_ids += opening.token_ids
 
 
 def prompt_of(node: Node) -> list[int]:
-    """Return the prompt with which a drawn node was drawn."""
+    """Return the prompt of the request that drew a node."""
     token_ids = tokens_until([each for each in node.path[:-1] if each.drawn is not None])
     add_opening(token_ids, drawn_of(node).opening)
     return token_ids
 
 
 def _sample(leaf: Node, trained: dict[str, int], is_abandoned: bool) -> SessionSample:
-    """Return the sample of a leaf, and count its tokens in `trained`."""
+    """Return the sample of a leaf, and update the counts in `trained`."""
     nodes = [node for node in leaf.path if node.drawn is not None]
     token_ids = np.array(tokens_until(nodes), np.int32)
     mask, logprobs = np.zeros(len(token_ids), np.uint8), np.zeros(len(token_ids), np.float32)
@@ -204,7 +208,7 @@ def _sample(leaf: Node, trained: dict[str, int], is_abandoned: bool) -> SessionS
 
 
 def _ends(nodes: list[Node]) -> list[int]:
-    """Return where the tokens of each drawn node end in the tokens of the conversation."""
+    """Return, for each drawn node, the position in the conversation's tokens at which the node's tokens end."""
     last = drawn_of(nodes[-1])
     return [*(drawn_of(node).kept_len for node in nodes[1:]), last.prompt_len + len(last.sample.token_ids)]
 
@@ -239,8 +243,8 @@ def _joined_routes(nodes: list[Node], num_tokens: int) -> np.ndarray | None:
 
 
 def as_record(sample: SampleOutput, routes_start: int) -> SampleOutput:
-    """Return a copy of a sample for a node, with read-only arrays. Its routed experts begin with the row of token
-    `routes_start`. No array keeps other memory alive: earlier rows, or the frame of the worker's reply.
+    """Return a copy of a sample to store in a node. The arrays are read-only, and `routed_experts` begins with the row
+    of token `routes_start`. The arrays share no memory with the worker's reply, so the reply can be freed.
     """
     arrays = {name: np.array(values) for name, values in columns_of(sample).items()}
     if sample.routed_experts is not None:

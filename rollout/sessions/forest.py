@@ -1,19 +1,21 @@
 """The record of a session: a forest of messages, in which each path from a root is a conversation.
 
 Owns: the nodes, which conversation a request continues, the seeds of drawn nodes, and the bounds of a session. A node
-is one message, given by the agent or drawn by the model. Conversations with different arguments of the template, such
-as other tools, have different roots. A drawn node keeps the tokens of its opening, and its sample.
+is one message, given by the agent or drawn by the model. Conversations with different template arguments, such as
+different tools, have different roots. A drawn node keeps the tokens of its opening, and its sample.
 
 Promises:
 
-- Of the nodes with messages that are a prefix of a request, the request continues the deepest. If there are several,
-  for example because the model drew the same text twice, the request continues the node that its message names. If its
-  message names none of them, the request continues the drawn node that was added last.
-- A node is added together with the given messages before it.
+- A request continues the deepest node for which the messages on the node's path are a prefix of the request's messages.
+  If there are several such nodes, for example because the model drew the same text twice, the request continues the
+  node that its message names. If the message names none of these nodes, the request continues the drawn node that was
+  added last.
+- A drawn node is added together with the given messages before it.
 - Every leaf is a drawn node.
 - The seed of a drawn node depends only on the session's seed, the given messages on its path, and the ordinals of the
-  drawn nodes on its path. The ordinal counts the nodes drawn at the same place, which is the end of a conversation. If
-  a call fails, its ordinal is used again. The same calls therefore have the same seeds.
+  drawn nodes on its path. A place is the end of a conversation, where an answer is drawn. The ordinal numbers the nodes
+  that are drawn at the same place. If a call fails, its ordinal is used again. The same calls therefore have the same
+  seeds.
 
 Does not own: rendering (`templates`) and the calls to the worker (`session`). Thread-safe.
 """
@@ -43,13 +45,13 @@ _NODE_BYTES = 2048
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a drawn node has besides its message.
+    """The data of a drawn node in addition to its message.
 
-    `prompt_len`: number of tokens of the request's prompt. `sample`: the sample; its `routed_experts` begin with the
-    row of token `routes_start`, because the previous drawn node has the rows before it. `call_digest`: the digest of
-    the call, from which retries are recognized. `ordinal`: the position among the nodes drawn at the same place.
-    `params`: the sampling parameters of the request, without the seed. Nodes with equal parameters share them.
-    `adapter`: the named adapter that drew the sample; None for the base weights.
+    `prompt_len`: number of tokens of the request's prompt. `sample`: the sample. The sample's `routed_experts` begin
+    with the row of token `routes_start`, because the previous drawn node has the earlier rows. `call_digest`: the
+    digest of the call, which identifies retries of this call. `ordinal`: the position among the nodes drawn at the same
+    place. `params`: the sampling parameters of the request, without the seed. Nodes with equal parameters share one
+    object. `adapter`: the named adapter that drew the sample; None for the base weights.
     """
 
     opening: Opening
@@ -67,8 +69,8 @@ class Drawn:
 
     @property
     def routes_start(self) -> int:
-        """The index of the first token with a row of routed experts: the last token of the previous drawn node, of
-        which the previous sample has no row.
+        """The index of the first token with a row of routed experts. This token is the last token of the previous drawn
+        node, because the sample of that node has no row for its last token.
         """
         return max(0, self.kept_len - 1)
 
@@ -82,9 +84,9 @@ class Drawn:
 class Node:
     """A message of a session, or the root of conversations (without a parent).
 
-    `id`: unique in the session. `drawn`: None if the agent gave the message. `number`: the position in the order in
-    which nodes were added. `reward`: the reward that the agent attached. `sample_bytes`: approximate memory of the
-    sample of the conversation that ends with this node.
+    `id`: unique in the session. `drawn`: the data of a message that the model drew; None for a message that the agent
+    gave. `number`: the position in the order in which nodes were added. `reward`: the reward that the agent attached.
+    `sample_bytes`: approximate memory of the sample of the conversation that ends with this node.
     """
 
     id: str
@@ -107,7 +109,7 @@ class Node:
         return nodes[::-1]
 
     def turn(self) -> Turn:
-        """Return the node as `templates` need it."""
+        """Convert the node to a `Turn`, for the module `templates`."""
         drawn = self.drawn
         if drawn is None:
             return Turn(self.message)
@@ -115,11 +117,12 @@ class Node:
 
 
 class Forest:
-    """The nodes of one session. A call reserves its place, and then either adds its node or releases the place.
+    """The nodes of one session. A call first reserves an ordinal at its place, and then either adds its node or
+    releases the ordinal.
 
     `seed`: seed of the session. `max_nodes`, `max_bytes`: bounds. `max_bytes` bounds the memory of the nodes, and also
-    the memory of the samples of all leaves. A session that has reached a bound draws no more messages; it exceeds
-    `max_bytes` by no more than the messages that it was drawing at this moment.
+    the memory of the samples of all leaves. A session that has reached a bound draws no more messages. The memory can
+    exceed `max_bytes` only by the messages that were being drawn when the bound was reached.
     """
 
     def __init__(self, seed: int, max_nodes: int, max_bytes: int) -> None:
@@ -144,9 +147,9 @@ class Forest:
         return self._nodes[id]
 
     def find(self, root: str, messages: Sequence[Message]) -> tuple[Node, int]:
-        """Return the node that a conversation continues, and how many messages precede its new messages.
+        """Return the node that a conversation continues, and the number of messages that the session already has.
 
-        `root`: the text of the template's arguments.
+        `root`: the arguments of the template as a JSON text.
         """
         with self._lock:
             digest = _digest(self._seed.to_bytes(8, "little"), b"root", root.encode())
@@ -165,8 +168,8 @@ class Forest:
         return self._by_call.get(call_digest)
 
     def reserve(self, place: bytes, num_new: int) -> int:
-        """Return the smallest free ordinal at a place, and reserve it with room for `num_new` given messages and the
-        answer. Raise IllegalStateError if the session is full.
+        """Reserve the smallest free ordinal at a place, and room for `num_new` given messages and the answer. Return
+        the ordinal. Raise IllegalStateError if the session is full.
         """
         with self._lock:
             self._check_room(num_new + 1)
@@ -177,7 +180,7 @@ class Forest:
             return ordinal
 
     def release(self, place: bytes, ordinal: int) -> None:
-        """Free a reserved ordinal, unless a node was added for it."""
+        """Free a reserved ordinal, unless a node was added with this ordinal."""
         with self._lock:
             if self._pending.pop((place, ordinal), None) is None:
                 return
@@ -191,7 +194,9 @@ class Forest:
         return seed_at(node.parent.digest, node.drawn.ordinal)
 
     def add(self, base: Node, messages: Sequence[Message], answer: Message, drawn: Drawn) -> Node:
-        """Add a drawn node after given messages, and return it. Existing given nodes are used again."""
+        """Add a drawn node after given messages, and return the drawn node. Nodes of given messages that already exist
+        are reused.
+        """
         with self._lock:
             if base.parent is None and base.digest not in self._roots:
                 self._roots[base.digest] = base
@@ -216,7 +221,7 @@ class Forest:
             return [node for node in self._nodes.values() if node.drawn is not None]
 
     def is_abandoned(self, leaf: Node) -> bool:
-        """Return whether the agent continued another answer to the leaf's request."""
+        """Return whether the agent continued the conversation with another answer to the same request."""
         with self._lock:
             return any(twin.children for twin in self._twins(leaf))
 
@@ -234,7 +239,9 @@ class Forest:
         return self._add(parent, message, _after(parent.digest, message), None)
 
     def _shared(self, params: SamplingParams) -> SamplingParams:
-        """Return the equal parameters that other nodes have. If there are none, keep these."""
+        """If an earlier node has equal parameters, return the earlier object, so that nodes share it. Otherwise,
+        remember `params` and return it.
+        """
         if params not in self._params:
             self._params[params] = params
             self.num_bytes += _num_params_bytes(params)
@@ -245,7 +252,7 @@ class Forest:
         node.sample_bytes = parent.sample_bytes + _num_sample_bytes(node)
         if drawn is not None:
             self.num_sample_bytes += node.sample_bytes
-        if parent.drawn is not None and not parent.children:  # a leaf no longer
+        if parent.drawn is not None and not parent.children:  # the parent is no longer a leaf
             self.num_sample_bytes -= parent.sample_bytes
         parent.children.setdefault(message.key, []).append(node)
         self._nodes[node.id] = node
@@ -265,13 +272,13 @@ class Forest:
 
 
 def drawn_of(node: Node) -> Drawn:
-    """Return what a drawn node has besides its message."""
+    """Return the field `drawn` of a node that the model drew."""
     assert node.drawn is not None
     return node.drawn
 
 
 def place_of(base: Node, messages: Sequence[Message]) -> bytes:
-    """Return the digest of the place of an answer: after the node `base` and new messages."""
+    """Return the digest of the place at which an answer is drawn: the end of new messages after the node `base`."""
     digest = base.digest
     for message in messages:
         digest = _after(digest, message)
@@ -279,12 +286,12 @@ def place_of(base: Node, messages: Sequence[Message]) -> bytes:
 
 
 def seed_at(place: bytes, ordinal: int) -> int:
-    """Return the seed of the request that draws a node."""
+    """Return the seed of the request that draws the node with this place and ordinal."""
     return int.from_bytes(_digest(place, b"seed", b"%d" % ordinal)[:8], "little")
 
 
 def id_at(place: bytes, ordinal: int) -> str:
-    """Return the id of a node that is drawn at a place."""
+    """Return the id of the node that is drawn with this place and ordinal."""
     return _drawn_at(place, ordinal).hex()
 
 
@@ -294,12 +301,16 @@ def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
 
 
 def _drawn_at(place: bytes, ordinal: int) -> bytes:
-    """Return the digest of a path that a drawn message continues."""
+    """Return the digest of a path that is extended by a drawn message. `place`: the digest of the path before the
+    message.
+    """
     return _digest(place, b"drawn", b"%d" % ordinal)
 
 
 def _after(digest: bytes, message: Message) -> bytes:
-    """Return the digest of a path that a given message continues."""
+    """Return the digest of a path that is extended by a given message. `digest`: the digest of the path before the
+    message.
+    """
     return _digest(digest, b"given", message.spelling.encode())
 
 

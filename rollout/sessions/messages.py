@@ -1,9 +1,9 @@
 """Messages of a conversation, in the form in which chat templates read them, and their comparison.
 
-Owns: which messages are equal. A message consists of `role`, `content`, `reasoning_content`, `tool_calls` and all other
-fields that are neither empty nor added by servers and client libraries. Absent fields, None, "", [] and {} are equal.
-The arguments of a tool call are compared as parsed JSON, in which 1.0 and 1 are equal. A received message may lack
-reasoning or the ids of tool calls, because many agents drop them. Reasoning and ids that are given must be equal.
+Owns: the comparison of messages. A message consists of `role`, `content`, `reasoning_content`, `tool_calls` and all
+other fields that are neither empty nor added by servers and client libraries. Absent fields, None, "", [] and {} are
+equal. The arguments of a tool call are compared as parsed JSON, in which 1.0 and 1 are equal. A received message may
+lack reasoning or the ids of tool calls, because many agents drop them. Reasoning and ids that are given must be equal.
 
 Does not own: how a message is rendered. Promises: no conversation exceeds the bounds below, which include the values in
 the JSON texts of arguments, and each message consists only of JSON values.
@@ -40,7 +40,9 @@ SMALL_CHARS, SMALL_VALUES = 2**15, 2**12
 """A conversation with more characters or values is not small."""
 
 NODE_FIELD = "session_node"
-"""The field of a session's answers with the id of their node. It names the node if the session has equal answers."""
+"""The field of a session's answer that contains the id of the answer's node. The id distinguishes equal answers of a
+session.
+"""
 _EMPTY = (None, "", [], {})
 _WIRE = {
     *("annotations", "audio", "index", "logprobs", "parsed", "provider_specific_fields", "refusal"),
@@ -53,9 +55,9 @@ _WIRE = {
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A message. `fields`: what the template reads, without empty fields, except `role` and `content`, which are always
+    """A message. `fields`: the fields for the template. Empty fields are left out, but `role` and `content` are always
     present. The arguments of tool calls are objects. `node`: the id of the session's answer that the message claims to
-    be; None if it claims nothing.
+    be; None if the message makes no such claim.
     """
 
     fields: dict[str, Any]
@@ -87,11 +89,13 @@ class Message:
 
     @cached_property
     def spelling(self) -> str:
-        """The text of all fields in their order. A template writes two messages with the same spelling alike."""
+        """The text of all fields in their order. Templates render two messages with the same spelling identically."""
         return json.dumps(self.fields, ensure_ascii=False)
 
     def is_(self, stored: Message) -> bool:
-        """Return whether this received message is the stored message. Absent reasoning and absent ids match."""
+        """Return whether this received message equals a stored message. Absent reasoning and absent ids match any
+        reasoning and any ids.
+        """
         return (
             self.key == stored.key
             and self.reasoning in ("", stored.reasoning)
@@ -136,15 +140,15 @@ def read_messages(messages: Any, tools: Any = ()) -> list[Message]:
 
 
 def drawn_message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Message:
-    """Return the message of an answer. The number of its characters and of its values is bounded by the answer's
-    tokens, and not by the bounds of a conversation.
+    """Return the message of an answer. The bounds of a conversation on characters and values do not apply, because the
+    tokens of the answer bound both.
     """
     fields = dict(role="assistant", content=content, reasoning_content=reasoning, tool_calls=calls)
     return _read("answer", fields, _Bounds(has_size=False))
 
 
 def is_small(value: Any) -> bool:
-    """Return whether a value is so small that reading it takes a few milliseconds at most."""
+    """Return whether a value is so small that reading the value takes a few milliseconds at most."""
     chars = count = 0
     waiting = [value]
     while waiting:
@@ -172,7 +176,7 @@ def _read(where: str, given: Any, bounds: _Bounds) -> Message:
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     if not isinstance(fields.get("reasoning_content", ""), str):
         raise _invalid(where, f"reasoning_content must be a string (got {brief(fields['reasoning_content'])})")
-    if "function_call" in fields:  # the form that preceded tool_calls
+    if "function_call" in fields:  # an older field, which tool_calls has replaced
         raise _invalid(where, "function_call is not supported; use tool_calls")
     fields["content"] = _text(where, fields.get("content", ""))
     if "tool_calls" in fields:
@@ -222,15 +226,18 @@ def _no_constant(name: str) -> None:
 
 
 class _Bounds:
-    """Counts the characters and values of one conversation. `has_size`: whether their numbers have bounds."""
+    """Counts the characters and values of one conversation. `has_size`: whether the numbers of characters and values
+    are bounded.
+    """
 
     def __init__(self, has_size: bool = True) -> None:
         self._chars = self._values = 0
         self._most_chars, self._most_values = (MAX_CHARS, MAX_VALUES) if has_size else (sys.maxsize, sys.maxsize)
 
     def count(self, value: Any, depth: int) -> None:
-        """Count a value and all values in it, including the names of fields. Raise InvalidRequestError if it is not a
-        JSON value, or if the conversation exceeds a bound. `depth`: the number of lists and objects around the value.
+        """Count a value and all values in it, including the names of fields. Raise InvalidRequestError if the value is
+        not a JSON value, or if the conversation exceeds a bound. `depth`: the number of lists and objects around the
+        value.
         """
         waiting = [(value, depth)]
         self._add(0, 1, depth)

@@ -1,13 +1,13 @@
 """Records of sessions: files from which every request of a session can be sent again.
 
 A record has one JSON value in each line. The first line describes the session. Each other line is a request and its
-answer: where the prompt begins, the new tokens of the prompt, all sampling parameters with the seed, and all that the
-worker returned. A prompt begins with the tokens of an earlier answer, its parent, so a record grows with the tokens of
-the session, and not with the tokens of all prompts.
+answer: the earlier answer that the prompt continues (the parent), the new tokens of the prompt, all sampling parameters
+with the seed, and everything that the worker returned. A line has only the tokens that follow the parent, so the size
+of a record is proportional to the number of tokens in the session, not to the total length of all prompts.
 
-Owns: the format, and the bounds on a record. A record has neither texts of messages nor `cache_salt`, which changes no
-bit. Promises: every record that is written can be read. The bytes, elements and nesting of a line are bounded before
-the line is parsed, and the elements of the whole record are bounded, too.
+Owns: the format, and the bounds on a record. A record contains no texts of messages. A record also omits `cache_salt`,
+because a cache salt changes no bit of a sample. Promises: every record that is written can be read. The bytes, elements
+and nesting of a line are bounded before the line is parsed, and the elements of the whole record are bounded, too.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ MAX_RECORD_ELEMENTS = 2**26
 MAX_DEPTH = 8
 MAX_PROMPT_TOKENS = 2**24
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # matches in linear time, also without an end
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # runs in linear time, even without a closing quote
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _LEFT_OUT = {"cache_salt", "seed"}
 _COUNTED = {column.name for column in COLUMNS if column.counts}
 _SPAN_ELEMENTS = 5
-"""The elements of a span of weight versions: three numbers and two brackets."""
+"""Number of elements of a span of weight versions: three numbers and two brackets."""
 _OTHER_ELEMENTS = 2**10
 """Upper bound on the elements of a line without its tokens, its spans, and the long lists of its parameters."""
 
@@ -73,10 +73,11 @@ class RecordedRequest:
 
     - `node`: id of the answer in the session. `parent`: the request of the answer that the prompt continues, or None.
     - `drops_last`: whether the prompt lacks the last token of the parent's answer
-    - `new_token_ids`: the tokens of the prompt after those of the parent
-    - `params`: with the seed
-    - `sample`: its `routed_experts` begin with the row of token `routes_start`, because the parent has the rows before
-    - `kept_len`: the number of tokens of the prompt that the parent has
+    - `new_token_ids`: the prompt's tokens after the tokens of the parent
+    - `params`: the sampling parameters, including the seed
+    - `sample`: the worker's sample. The sample's `routed_experts` begin with the row of token `routes_start`, because
+      the parent has the earlier rows
+    - `kept_len`: the number of prompt tokens before `new_token_ids`
     - `adapter`: the named adapter that drew the sample; None for the base weights
     """
 
@@ -96,7 +97,7 @@ class RecordedRequest:
 
     @property
     def routes_start(self) -> int:
-        """The token of the first row of routed experts."""
+        """The index of the token to which the first row of `routed_experts` belongs."""
         return max(0, self.kept_len - 1)
 
     @cached_property
@@ -121,8 +122,8 @@ class RecordedRequest:
 
 @dataclass(frozen=True)
 class Record:
-    """A session. `model`: the name of its model. `seed`: the seed of the session. `requests`: in the order in which the
-    answers were added to the session.
+    """A session. `model`: the name of its model. `seed`: the seed of the session. `requests`: the requests, in the
+    order in which their answers were added to the session.
     """
 
     model: str
@@ -161,8 +162,8 @@ def read_record(file: BinaryIO) -> Record:
 
 
 def _check_sizes(nodes: Sequence[Node]) -> None:
-    """Raise IllegalStateError if there are too many requests, or if one of them, or all together, have too many tokens
-    or elements.
+    """Raise IllegalStateError if there are too many requests, if a request has too many tokens or elements, or if all
+    requests together have too many elements.
     """
     if len(nodes) > MAX_REQUESTS:
         raise _too_large(len(nodes), "requests", MAX_REQUESTS)
@@ -246,8 +247,8 @@ def _bad(number: int, text: str) -> InvalidRequestError:
 
 
 def _checked_elements(number: int, line: bytes) -> int:
-    """Return the number of elements in a line. Raise InvalidRequestError if there are too many, or if they are nested
-    too deeply.
+    """Return the number of elements in a line. Raise InvalidRequestError if there are too many elements, or if the
+    elements are nested too deeply.
     """
     bare = _STRING.sub(b"", line)
     brackets = np.frombuffer(bare.translate(None, _NO_BRACKETS), np.uint8)
@@ -335,7 +336,7 @@ def _sample(number: int, line: _Line, params: SamplingParams) -> SampleOutput:
 
 
 def _columns(number: int, line: _Line, params: SamplingParams) -> Columns:
-    """Return the columns of a line: those that its parameters ask for, with a row for each token."""
+    """Return the columns of a line: the columns that the line's parameters request, with one row for each token."""
     asked = empty_columns(params)
     if asked.keys() != line.columns.keys():
         raise _bad(number, f"columns: must be {sorted(asked)} (got {brief(sorted(line.columns))})")
@@ -368,7 +369,7 @@ def _array(number: int, name: str, told: Any) -> np.ndarray:
         content = base64.b64decode(array.data, validate=True)
     except ValueError as error:
         raise _bad(number, f"{name}: data is not base64 ({error})") from None
-    is_small = max(array.shape) <= MAX_LINE_BYTES  # numpy refuses empty arrays, too, if their shape is too large
+    is_small = max(array.shape) <= MAX_LINE_BYTES  # numpy refuses a shape that is too large, even for an empty array
     if len(content) != math.prod(array.shape) * dtype.itemsize or not is_small:
         raise _bad(number, f"{name}: {len(content)} bytes are not {array.dtype} values of shape {brief(array.shape)}")
     return np.frombuffer(content, dtype).reshape(array.shape).astype(array.dtype)
@@ -382,7 +383,7 @@ def _checked(number: int, kind: type[B], told: dict[str, Any], place: str = "") 
 
 
 def _with_one_unknown(told: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the known fields and the first unknown field, because pydantic makes an error for each unknown field."""
+    """Return the known fields and only the first unknown field, because pydantic would report every unknown field."""
     known = {name: value for name, value in told.items() if name in kind.model_fields}
     unknown = next((name for name in told if name not in known), None)
     return known if unknown is None else known | {unknown: told[unknown]}

@@ -1,20 +1,23 @@
 """Sessions of agents for Python: chat with a model, and get the tokens of all conversations for the trainer.
 
-Owns: the course of a call, from messages to a node. Each request to the worker has the session's own token ids as its
-prompt, so the worker's prefix cache contains the earlier turns. Does not own: which node a call continues (`forest`),
-the new tokens (`templates`), the parts of an answer (`answers`), and the form of samples (`export`).
+Owns: the steps of a call, from the given messages to the node with the answer. Each request to the worker has the
+session's own token ids as its prompt, so the worker's prefix cache contains the earlier turns. Does not own: which node
+a call continues (`forest`), the new tokens (`templates`), the parts of an answer (`answers`), and the form of samples
+(`export`).
 
 Promises:
 
 - Calls may run at the same time. Calls with different messages do not affect each other. Calls with the same messages
-  draw several answers, with different seeds. A call waits for another call only if it is a retry, or if both are large:
-  large calls are read one at a time.
-- A retry is a call with `is_retry` and the same messages, tools and parameters as an earlier call. If such a call is
-  running, the retry waits for its answer; of several, it waits for the one with the fewest callers. If such a call was
-  cancelled and has not ended yet, the retry waits for its end and then draws the answer with the same seed; of several
-  such retries, one draws the answer for all. Otherwise, the retry returns the newest recorded answer.
-- A call that runs for several callers ends when all of them are cancelled. A call adds a node when its first caller
-  gets the answer. If all callers are cancelled before, or if the call raises, it adds nothing to the session.
+  draw several answers, with different seeds. A call waits for another call only if it is a retry of the other call, or
+  if both calls are large, because large calls are read one at a time.
+- A retry is a call with `is_retry` and the same messages, tools and parameters as an earlier call. If the earlier call
+  is still running, the retry waits for its answer. If several such calls are running, the retry waits for the call with
+  the fewest callers. If the earlier call was cancelled but has not ended yet, the retry waits until the call has ended,
+  and then draws the answer with the same seed. If several retries wait for the same cancelled call, one of them draws
+  the answer for all. In all other cases, the retry returns the newest recorded answer.
+- A call that runs for several callers is cancelled when all callers are cancelled. A call adds a node when its first
+  caller gets the answer. If all callers are cancelled before this, or if the call raises an error, the call adds
+  nothing to the session.
 - A caller may read the drawn tokens as they arrive. All callers of a call get the same tokens.
 """
 
@@ -68,7 +71,7 @@ _MANY_TOKENS = 2**12
 """Maximum number of tokens of an answer that is read on the event loop."""
 DELTA_SECONDS = 0.25
 """Minimum time between two messages with deltas, in seconds, while the worker has many streams. Each message costs
-processor time, because over HTTP it becomes events.
+processor time, because over HTTP the message becomes events.
 """
 
 
@@ -76,12 +79,12 @@ processor time, because over HTTP it becomes events.
 class Answer:
     """The answer to a call of `chat`.
 
-    `message`: in OpenAI's form, to append to the messages of the next call. Its field `session_node` may be dropped; it
-    names the answer among equal answers. `node`: id of the answer in the session. `finish_reason`: `stop`, `tool_calls`
-    or `length`. `num_continued`: number of messages at the beginning of the call, up to the last answer of the session
-    among them; 0 if the call begins a conversation. `prompt_token_ids`: the prompt that the worker got. `sample`: the
-    sample that the worker returned, with read-only arrays; its `routed_experts` begin where those of the previous
-    answer end.
+    `message`: in OpenAI's form, to append to the messages of the next call. The message has a field `session_node`,
+    which distinguishes equal answers; the agent may drop this field. `node`: id of the answer in the session.
+    `finish_reason`: `stop`, `tool_calls` or `length`. `num_continued`: number of messages of the call up to and
+    including the session's last answer among them; 0 if the call begins a conversation. `prompt_token_ids`: the prompt
+    that the worker got. `sample`: the sample that the worker returned, with read-only arrays. The rows of its
+    `routed_experts` continue the rows of the previous answer.
     """
 
     message: dict[str, Any]
@@ -96,9 +99,10 @@ class Answer:
 class _Call:
     """The arguments of a call.
 
-    `params`: with the grammar of a required tool call. `root`: the JSON text of the template's arguments, in their
-    order, because a template may write them. `digest`: of all arguments; equal calls have equal digests. `settings`: of
-    the parser for the answer. `adapter`: the named adapter that draws the answer, or None.
+    `params`: the sampling parameters, with the grammar of a required tool call. `root`: the template's arguments as a
+    JSON text. The text keeps the order of the arguments, because a template may render the arguments in this order.
+    `digest`: a digest of all arguments; equal calls have equal digests. `settings`: the settings of the parser for the
+    answer. `adapter`: the named adapter that draws the answer, or None.
     """
 
     messages: list[Message]
@@ -118,9 +122,10 @@ class _Call:
 class _Run:
     """A call from its beginning until its callers have the answer.
 
-    `wants_deltas`: whether the worker is asked for tokens as they are drawn. `num_callers`: the number of callers that
-    wait for the answer. `reserved`: the place and the ordinal in the forest. `asked`: what callers get, once the prompt
-    is known. `deltas`: the drawn tokens so far. `node`: the node, once a caller got the answer.
+    `wants_deltas`: whether to request tokens from the worker as they are drawn. `num_callers`: the number of callers
+    that wait for the answer. `reserved`: the reserved place and ordinal in the forest. `asked`: the object that callers
+    get; None until the prompt is known. `deltas`: the drawn tokens so far. `node`: the node of the answer; None until a
+    caller has got the answer.
     """
 
     call: _Call
@@ -139,8 +144,8 @@ class _Run:
         self._news = asyncio.Event()
 
     async def delta(self, position: int) -> SampleDelta | None:
-        """Wait for a delta, and return it; None if the call ended before. The event loop runs other work even if the
-        delta is there, because a retry may find thousands of deltas.
+        """Wait for the delta at `position`, and return it; None if the call has ended without this delta. Let the event
+        loop run other work even if the delta has already arrived, because a retry may find thousands of deltas.
         """
         await asyncio.sleep(0)
         await self.until(lambda: len(self.deltas) > position)
@@ -154,10 +159,10 @@ class _Run:
 
 @dataclass(frozen=True)
 class Asked:
-    """A call that `AsyncSession.asked` has begun or found.
+    """A call that `AsyncSession.asked` has begun, or an earlier call that it has found for a retry.
 
     `node`: the id that the answer has in the session. `prompt_token_ids`: the prompt that the worker gets. `params`:
-    the sampling parameters, with the seed. `settings`: of the parser for the answer.
+    the sampling parameters, including the seed. `settings`: the settings of the parser for the answer.
     """
 
     node: str
@@ -173,8 +178,8 @@ class Asked:
         return self._run is None
 
     async def deltas(self) -> AsyncGenerator[SampleDelta, None]:
-        """Yield the drawn tokens as they arrive, as `AsyncRolloutClient.stream` does. Yield none if the answer was
-        recorded before, or if the call began without `deltas`. If the call fails, `answer` raises the error.
+        """Yield the drawn tokens as they arrive, as `AsyncRolloutClient.stream` does. Yield nothing if the answer was
+        recorded earlier, or if the call was begun without `deltas`. If the call fails, `answer` raises the error.
         """
         for position in count():
             if self._run is None or (delta := await self._run.delta(position)) is None:
@@ -189,14 +194,15 @@ class Asked:
 class AsyncSession:
     """A session of an agent, for code with an event loop. All calls must be made on the loop of `client`.
 
-    - `client`: an `AsyncRolloutClient` or an `AsyncFleetClient`. If it has a tracer, each call has a span, too.
-    - `texts`: the model's tokenizer and chat template, `TextModel(model)`. It may serve many sessions.
+    - `client`: an `AsyncRolloutClient` or an `AsyncFleetClient`. If the client has a tracer, each call of the session
+      also has a span.
+    - `texts`: the model's tokenizer and chat template, `TextModel(model)`. Many sessions may share a `TextModel`.
     - `seed`: seed of the session. The same calls in a session with the same seed draw the same samples, unless the chat
       template writes the time. None: random.
     - `sampling`: the parameters of all calls, without `n` and `seed`. None: the defaults, without a limit of tokens.
     - `parser`: finds reasoning and tool calls in answers. None: the parser for the model's chat template.
-    - `max_nodes`, `max_bytes`: bounds on the number of messages, and on the memory of the session and that of its
-      samples
+    - `max_nodes`, `max_bytes`: `max_nodes` bounds the number of messages. `max_bytes` bounds the memory of the session,
+      and separately the memory of its samples
     """
 
     def __init__(
@@ -218,8 +224,8 @@ class AsyncSession:
         self._parser = parser
         bounds = _checked_bound("max_nodes", max_nodes), _checked_bound("max_bytes", max_bytes)
         self._templates, self._forest = Templates(texts), Forest(self.seed, *bounds)
-        self._running: dict[bytes, list[_Run]] = {}  # by digest of the call
-        self._large = asyncio.Lock()  # equal large calls begin in the order in which they were made
+        self._running: dict[bytes, list[_Run]] = {}  # running calls by digest
+        self._large = asyncio.Lock()  # held while a large call is read, so equal calls keep their order
         self._is_closed = False
 
     async def chat(
@@ -235,20 +241,21 @@ class AsyncSession:
     ) -> Answer:
         """Return the model's answer to a conversation.
 
-        - `messages`: the whole conversation in OpenAI's form, with text only. The messages that the session knows keep
-          their tokens. Any other history begins a new branch.
+        - `messages`: the whole conversation in OpenAI's form, with text only. Messages that the session already has
+          keep their tokens. If the history differs from all conversations of the session, a new branch begins.
         - `tools`, `chat_template_kwargs`: arguments of the chat template
         - `tool_choice`: `none` for an answer without tool calls; `required`, or `{"type": "function", "function":
-          {"name": NAME}}`, for an answer that is exactly one call, by a grammar. The prompt contains the tools in any
-          case.
-        - `is_retry`: return the answer of an equal call if there was one
+          {"name": NAME}}`, for an answer that is exactly one call, by a grammar. The prompt contains the tools for
+          every `tool_choice`.
+        - `is_retry`: if an equal call was made earlier, return the answer of this call
         - `adapter`: the named adapter that draws the answer, as in `AsyncRolloutClient.generate`; None: the base
           weights
-        - `params`: sampling parameters of this call, which replace those of the session
+        - `params`: sampling parameters of this call, which override the session's parameters
 
         Raise InvalidRequestError if the conversation is malformed, or if the chat template would rewrite tokens of the
-        session. The error then names the first token. Raise IllegalStateError if the session is full or closed,
-        RequestAbortedError if the request was aborted, and the errors of `AsyncRolloutClient.generate`.
+        session. If the template would rewrite tokens, the error names the first such token. Raise IllegalStateError if
+        the session is full or closed, RequestAbortedError if the request was aborted, and the errors of
+        `AsyncRolloutClient.generate`.
         """
         settings: dict[str, Any] = dict(tool_choice=tool_choice, chat_template_kwargs=chat_template_kwargs)
         settings |= dict(is_retry=is_retry, adapter=adapter)
@@ -268,8 +275,9 @@ class AsyncSession:
         adapter: str | None = None,
         **params: Any,
     ) -> AsyncGenerator[Asked, None]:
-        """Context manager of a call: begins the call of `chat` with the same arguments, and provides it once the prompt
-        is known. Leaving the context before `Asked.answer` has returned cancels the call.
+        """Context manager that makes the same call as `chat` with the same arguments. Entering the context begins the
+        call, and waits until its prompt is known. Leaving the context before `Asked.answer` has returned cancels the
+        call.
 
         `deltas`: whether `Asked.deltas` yields tokens as they are drawn
         """
@@ -291,7 +299,7 @@ class AsyncSession:
 
     @asynccontextmanager
     async def _calling(self, run: _Run) -> AsyncGenerator[Asked, None]:
-        """Context manager of a caller of a run."""
+        """Context manager that counts as a caller of `run`, and provides its `Asked`."""
         run.num_callers += 1
         try:
             await run.until(lambda: run.asked is not None)
@@ -310,14 +318,16 @@ class AsyncSession:
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> int:
-        """Return the number of tokens of the prompt that a call of `chat` would have now."""
+        """Return the number of prompt tokens that a call of `chat` with the same arguments would have now."""
         call = await self._call(messages, tools or (), "auto", chat_template_kwargs or {}, {})
         self._check_open()
         base, depth = self._forest.find(call.root, call.messages)
         return len((await self._prompt(call, base, call.messages[depth:]))[0])
 
     def samples(self) -> list[SessionSample]:
-        """Return one sample for each leaf. Each drawn message is trained in the first sample that contains it."""
+        """Return one sample for each leaf. The mask of a sample includes a drawn message only if no earlier sample
+        contains the message.
+        """
         return samples_of(self._forest)
 
     def token_entries(self) -> list[dict[str, Any]]:
@@ -328,12 +338,12 @@ class AsyncSession:
         """Return a file with all requests and answers, as JSON lines, for the command `trueroll replay`. The file has
         the tokens, seeds, weight versions and bits of the answers, but not the texts of messages.
 
-        Raise IllegalStateError if the file would be larger than a record may be.
+        Raise IllegalStateError if the file would exceed a bound on records.
         """
         return write_record(self._forest, self._texts.name, self.seed)
 
     def reward(self, value: float, node: str | None = None) -> None:
-        """Attach a reward to an answer, or to every leaf if `node` is None. A new reward replaces an earlier one."""
+        """Attach a reward to an answer, or to every leaf if `node` is None. A new reward replaces an earlier reward."""
         reward = _checked_reward(value)
         nodes = self._forest.leaves() if node is None else [self._forest.node(node)]
         if any(each.drawn is None for each in nodes):
@@ -379,7 +389,7 @@ class AsyncSession:
         params: dict[str, Any],
         adapter: str | None = None,
     ) -> _Call:
-        """Read the arguments of a call. Raise InvalidRequestError if they are malformed."""
+        """Read the arguments of a call. Raise InvalidRequestError for malformed arguments."""
         read = partial(self._read, messages, tools, tool_choice, kwargs, params, adapter)
         if is_small([messages, tools, kwargs]):
             return read()
@@ -413,11 +423,13 @@ class AsyncSession:
         return _Call(read, arguments, sampling, root, digest, settings, adapter)
 
     async def _earlier(self, digest: bytes) -> _Run | Node | None:
-        """Return the run or the recorded node that a retry stands for; None if the retry is to draw an answer."""
+        """Return the running call or the recorded node that answers a retry. Return None if the retry must draw an
+        answer itself.
+        """
         runs = [*self._running.get(digest, ())]
         if ending := [run.task for run in runs if not run.num_callers]:
             await asyncio.wait(ending)
-            begun = (run for run in self._running.get(digest, ()) if run not in runs)  # by another retry
+            begun = (run for run in self._running.get(digest, ()) if run not in runs)  # another retry has begun it
             return next(begun, None)
         return min(runs, key=lambda run: run.num_callers) if runs else self._forest.recorded(digest)
 
@@ -449,7 +461,7 @@ class AsyncSession:
         return base, new, read() if is_short else await asyncio.to_thread(read), drawn
 
     async def _prompt(self, call: _Call, base: Node, new: list[Message]) -> tuple[list[int], Opening]:
-        """Return the prompt of an answer after the node `base` and new messages, and its opening."""
+        """Return the prompt for new messages after the node `base`, and the opening of the answer."""
         if base.drawn is not None and not new:
             text = "messages: the conversation ends with an answer of this session; add a message"
             raise InvalidRequestError(text, field="messages")
@@ -479,7 +491,7 @@ class AsyncSession:
         raise AssertionError("a stream ends with the sample")
 
     async def _result(self, run: _Run) -> Node:
-        """Wait for a call. The first caller that gets the answer adds the node."""
+        """Wait for the answer of a call, and return its node. For the first caller, add the node to the forest."""
         await asyncio.wait([run.task])
         self._check_open("closed during the call; begin a new session")
         if run.node is None:
@@ -490,7 +502,7 @@ class AsyncSession:
         return _answer(await self._result(run))
 
     async def _leave(self, run: _Run) -> None:
-        """End a run that has no callers."""
+        """End a run if it has no callers left."""
         if run.num_callers:
             return
         if not run.task.done():
@@ -658,7 +670,8 @@ def _checked_seed(seed: Any) -> int:
 
 async def _in_thread(work: Callable[..., T], is_large: bool) -> T:
     """Run blocking work on a thread. `work` gets the argument `is_abandoned`, which becomes true if this coroutine is
-    cancelled. `is_large`: whether the work may take long; other work does not wait for it.
+    cancelled. `is_large`: whether the work may take long. Large work has a separate thread, so that other work does not
+    wait for it.
     """
     abandoned = threading.Event()
     try:
@@ -670,7 +683,7 @@ async def _in_thread(work: Callable[..., T], is_large: bool) -> T:
 
 @lru_cache
 def _threads(is_large: bool) -> ThreadPoolExecutor:
-    """Return the threads of this process that render conversations. A tokenizer has one process for long texts and one
-    for short ones, so more threads would only wait.
+    """Return the threads of this process that render conversations. A tokenizer has one process for long texts and
+    another process for short texts, so additional threads would only wait.
     """
     return ThreadPoolExecutor(1, "long-conversations") if is_large else ThreadPoolExecutor(2, "conversations")

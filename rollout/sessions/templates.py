@@ -1,26 +1,25 @@
 """The tokens that new messages add to a conversation, taken from the checkpoint's own chat template and checked.
 
 Owns: the border between a drawn message and the messages that follow it. The template is rendered in the child process
-of `TextModel`, and never in this process. The whole conversation is rendered with a mark in place of the content, and
-another mark in place of the reasoning, of each drawn message. A rendering is therefore a text that alternates between
-openings and spans:
+of `TextModel`, and never in this process. To render a conversation, the content of each drawn message is replaced by a
+mark, and its reasoning by another mark. The rendered text then alternates between openings and spans:
 
 - An opening is the text between two drawn messages: the end of the earlier message's turn, the messages that the agent
   gave, and the beginning of the next answer. Only the text of a new opening is encoded.
-- A span is the place of a drawn message, with the marks and the tool calls as the template writes them. A session has
-  the tokens that the model drew in place of a span.
+- A span is the rendering of a drawn message: its marks, and its tool calls as the template writes them. In the
+  session's tokens, the tokens that the model drew replace the span.
 
 Promises: `Templates.open` returns tokens only if the new rendering begins with all earlier openings and spans, and if
 the template writes the drawn message completely. The text of the session then equals the new rendering with each span
 replaced by the drawn text. Otherwise, for example if the template removes the reasoning of earlier turns, `open` raises
-an error that names the first token that would change. No border depends on the name of a family of models.
+an error that names the first token that would change. No rule in this module depends on the model family.
 
-The last drawn tokens stay if the template writes the same tokens after the message. Thus the `<|im_end|>` of Qwen stays
-and the template's line break follows it, the two tokens with which Cohere's models end an answer stay, and the
-`<|user|>` of GLM stays as the beginning of the next message. Tokens that end with the token that ended the message also
-stay if the template writes their text with other tokens. If the template does not write the token that ended the
-message, this token is dropped. If the message was cut, for example by `max_tokens`, the rest of the template's end of
-the turn is added.
+The last drawn tokens are kept if the template writes the same tokens after the message. For example, Qwen's
+`<|im_end|>` is kept, and the template's line break follows; the two tokens with which Cohere's models end an answer are
+kept; and GLM's `<|user|>` is kept as the beginning of the next message. The last drawn tokens, up to the token that
+ended the message, are also kept if the template writes the same text but the tokenizer would encode it as other tokens.
+If the template does not write the token that ended the message, this token is dropped. If the message was cut off, for
+example by `max_tokens`, the missing part of the template's end of the turn is added.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ these arguments.
 """
 RESERVED = {
     *("tools", "messages", "add_generation_prompt", "continue_final_message"),
-    # Other arguments of transformers' `apply_chat_template`, which are no arguments of the template.
+    # Other parameters of transformers' `apply_chat_template`, which are not passed to the template.
     *("self", "conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs", "processor_kwargs"),
 }
@@ -60,7 +59,9 @@ _MAX_END_TOKENS = 64
 
 
 def check_template_arguments(arguments: Any) -> None:
-    """Raise InvalidRequestError if the arguments of a template are no object, or if a call cannot set one of them."""
+    """Raise InvalidRequestError if the template's arguments are not an object, or if they include an argument that a
+    call cannot set.
+    """
     field = "chat_template_kwargs"
     if not isinstance(arguments, dict):
         raise InvalidRequestError(f"{field}: must be an object (got {brief(arguments)})", field=field)
@@ -73,8 +74,8 @@ class Opening:
     """The tokens before a drawn message that no earlier drawn message contains.
 
     `span`: the rendering of the previous drawn message, with marks. `text`: the text from the end of this span to the
-    drawn message. `token_ids`: the tokens of the text, without the first tokens that the model already drew. `dropped`:
-    whether the last token of the previous drawn message is not part of this conversation.
+    drawn message. `token_ids`: the tokens of the text, without those first tokens that the model has already drawn.
+    `dropped`: whether the last token of the previous drawn message is not part of this conversation.
     """
 
     span: str
@@ -85,8 +86,8 @@ class Opening:
 
 @dataclass(frozen=True)
 class Turn:
-    """A message of a conversation. For a message that the model drew: its opening, its tokens, and the last of these
-    tokens if it ended the message.
+    """A message of a conversation. A message that the model drew also has its opening, its tokens, and the token that
+    ended it (`stop_token_id`), which is the last of its tokens.
     """
 
     message: Message
@@ -128,8 +129,8 @@ class Templates:
         return tuple(self._texts.encode(text, False, ANY, is_abandoned))
 
     def _shared(self, turn: Turn, token_ids: tuple[int, ...]) -> tuple[int, bool]:
-        """Return how many of the last drawn tokens are the first of `token_ids`, and whether the token that ended the
-        message precedes `token_ids` and is to be dropped.
+        """Return how many of the last drawn tokens are also the first tokens of `token_ids`. Also return whether the
+        token that ended the message must be dropped, because the template does not write it.
         """
         drawn = tuple(turn.token_ids[-_MAX_END_TOKENS:])
         if turn.stop_token_id is None:
@@ -139,13 +140,15 @@ class Templates:
         return _num_shared(drawn[:-1], token_ids, self._texts.is_silent), True
 
     def _end_in_other_tokens(self, turn: Turn, text: str) -> str:
-        """Return the longest text of the last drawn tokens with which `text` begins; empty if there is none."""
+        """Return the longest text of some last drawn tokens that is also the beginning of `text`; empty if there is
+        none.
+        """
         drawn = list(turn.token_ids[-_MAX_END_TOKENS:])
         return next((end for i in range(len(drawn)) if text.startswith(end := self._decode(drawn[i:])) and end), "")
 
     def _check_border(self, index: int, turn: Turn, opening: Opening) -> None:
-        """Raise InvalidRequestError if the new tokens have another text after the drawn tokens than alone. Some
-        tokenizers, for example, encode each text with a space before it.
+        """Raise InvalidRequestError if the new tokens decode to another text after the drawn tokens than on their own.
+        For example, some tokenizers encode a text as if a space preceded it.
         """
         drawn = list(turn.token_ids[: len(turn.token_ids) - opening.dropped][-_BORDER_TOKENS:])
         new = list(opening.token_ids[:_BORDER_TOKENS])
@@ -181,7 +184,9 @@ class _Rendering:
         self.last = self._drawn[-1] if self._drawn else None
 
     def text(self, turns: Sequence[Turn], opens: bool = True) -> str:
-        """Return the rendering of some turns, with marks. `opens`: whether it ends with the beginning of an answer."""
+        """Return the rendering of some turns, with marks. `opens`: whether the rendering ends with the beginning of an
+        answer.
+        """
         messages = [self._marked(i, turn) for i, turn in enumerate(turns)]
         try:
             return self._render(messages, opens)
@@ -226,7 +231,7 @@ class _Rendering:
         return marked | (dict(reasoning_content=reasoning) if message.reasoning else {})
 
     def _before(self) -> str:
-        """Return the rendering that preceded the last drawn message."""
+        """Return the rendering of everything before the last drawn message."""
         openings = [turn.opening for turn in self._turns if turn.opening is not None]
         return "".join(opening.span + opening.text for opening in openings)
 
@@ -245,8 +250,8 @@ class _Rendering:
         return bare if any(map(bare.startswith, self._ends(turn))) else text
 
     def _ends(self, turn: Turn) -> list[str]:
-        """Return the texts that may be the end of a drawn message: the texts from each of its last special tokens on,
-        and the same texts without the token that ended the message if other tokens remain.
+        """Return the texts with which a drawn message may end. Each text begins with one of the last special tokens of
+        the message, and extends to the end of the message, with or without the token that ended it.
         """
         drawn, stop = list(turn.token_ids[-_MAX_END_TOKENS:]), turn.stop_token_id
         starts = [i for i, each in enumerate(drawn) if each == stop or self._texts.is_silent(each)]
@@ -255,14 +260,15 @@ class _Rendering:
         return [text for text in texts if text]
 
     def _stop(self) -> str:
-        """Return the text of the token that ended the last drawn message; empty if no token did."""
+        """Return the text of the token that ended the last drawn message; empty if no token ended it."""
         assert self.last is not None
         stop = self._turns[self.last].stop_token_id
         return "" if stop is None else self._texts.decode([stop], skip_special_tokens=False)
 
     def _after_closed(self, before: str, rest: str, stop: str) -> str | None:
-        """Return the text that begins with the token that ended a message with tool calls, if the template writes this
-        token at the end of the same conversation without later messages, or right after this end.
+        """For a last drawn message with tool calls, return the rendered text from the token that ended the message on.
+        To find this token, render the conversation without later messages; the token must be at the end of this
+        rendering, or directly after it. Return None if the token is not found.
         """
         assert self.last is not None
         closed, whole = self.text(self._turns[: self.last + 1], opens=False), before + rest
@@ -274,8 +280,8 @@ class _Rendering:
         return whole[at:] if at >= 0 and not closed[at + len(stop) :].strip() else None
 
     def _after_plain(self, before: str, rest: str) -> str | None:
-        """Return the text that the template writes after the same message without tool calls, if the rendering with
-        tool calls ends with this text.
+        """Return the text that the template writes after the last drawn message if its tool calls are removed. Return
+        None if the rendering with tool calls does not end with this text.
         """
         assert self.last is not None
         turn = self._turns[self.last]
@@ -283,7 +289,7 @@ class _Rendering:
         plain = Turn(Message(fields), turn.opening)
         try:
             rendered = self.text([*self._turns[: self.last], plain, *self._turns[self.last + 1 :]])
-        except ModelError:  # some templates refuse the result of a tool without a call
+        except ModelError:  # some templates refuse a tool's result if there is no tool call
             return None
         found = _after(rendered, self._marks(self.last)[0]) if rendered.startswith(before) else None
         return found if found and rest.endswith(found) else None
@@ -396,8 +402,8 @@ def _json(call: dict[str, Any]) -> str:
 def _num_shared(
     drawn: tuple[int, ...], new: tuple[int, ...], may_begin: Callable[[int], bool] = lambda token_id: True
 ) -> int:
-    """Return the largest number n for which the last n drawn tokens are the first n new tokens. `may_begin`: whether
-    the first of these tokens can be the first token of a message's end.
+    """Return the largest number n for which the last n drawn tokens are the first n new tokens. `may_begin`: returns
+    whether a token may be the first of these n tokens.
     """
     counts = range(min(len(drawn), len(new)), 0, -1)
     return next((n for n in counts if drawn[-n:] == new[:n] and may_begin(drawn[-n])), 0)

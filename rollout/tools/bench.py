@@ -293,7 +293,7 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
         check_can_plot()
     loaded = load_dummy(config) if plan.dummy_weights else load_model(config)
     systems = _make_systems(config, plan, loaded)
-    gc.freeze()  # like a worker
+    gc.freeze()  # a worker also freezes its objects
     measurements = [each for workload in plan.workloads for each in measure(workload, systems, tell)]
     setting = _describe_setting(config, plan, loaded)
     title = ", ".join(setting.values())
@@ -309,7 +309,7 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
 
 def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, System]:
     systems: dict[str, System] = {}
-    shared = loaded if config.num_ranks == 1 else None  # ranks load their own parts
+    shared = loaded if config.num_ranks == 1 else None  # with several ranks, each rank loads its own part
     for is_on in plan.caches:
         cached = config.model_copy(update={"enable_prefix_caching": is_on, "speculative": "off"})
         systems[f"cache {'on' if is_on else 'off'}"] = EngineSystem(cached, shared)

@@ -23,7 +23,7 @@ CONNECT_SECONDS = 5.0
 def check_worker(address: str) -> str:
     """Return `address`. Raise ConfigError if `address` cannot be the address of a worker or a fleet."""
     if not is_fleet(address) or address_hint(address):
-        check_address(address, has_keys=True)  # whether keys are needed is checked with the keys
+        check_address(address, has_keys=True)  # a later check finds missing keys
     return address
 
 
@@ -52,7 +52,7 @@ def contact(address: str, timeout: float) -> None:
 
 def _connect_tcp(place: str) -> None:
     host, _, port = place.rpartition(":")
-    if port.isdecimal():  # the client names other faults of the address
+    if port.isdecimal():  # the client reports any other fault of the address
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 

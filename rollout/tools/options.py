@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 F = TypeVar("F", bound=Callable[..., None])
 
 Table: TypeAlias = dict[str, dict[str, str]]
-"""The help texts of settings by their names, below headings."""
+"""The help texts of settings, by heading and by the name of the setting."""
 
 KERNELS = {
     "dtype": "Dtype of weights, and of the KV cache by default; auto: the dtype in config.json.",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # these modules import torch
     from ..foreign.audit import EngineAudit
 
 TITLE_WIDTH = 80
-"""Characters of a line of a title."""
+"""Maximum length of a line of a title, in characters."""
 
 
 def check_can_plot() -> None:
@@ -108,7 +108,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _set_title(axes: Any, title: str) -> None:
-    """A title has names of models, in which a $ is not the start of a formula."""
+    """Set the title of a plot. The title may contain a $, as part of a model's name, which must not begin a formula."""
     axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium", parse_math=False)
 
 

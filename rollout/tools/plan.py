@@ -55,7 +55,7 @@ class _Asked:
 
     @classmethod
     def of(cls, config: EngineConfig, memory: int, kv_bytes: int | None) -> _Asked:
-        """Raise the errors of `outline`."""
+        """Read the input of a plan from the model's configuration. Raise the errors of `outline`."""
         model = outline(config)
         return cls(config, model, find_max_model_len(config, model.spec), memory, kv_bytes)
 
@@ -95,7 +95,7 @@ class _Asked:
         return replace(self, config=self.config.model_copy(update={"max_num_seqs": count}))
 
     def with_more_ranks(self) -> Iterator[_Asked]:
-        """Yield a copy of the plan for each larger number of ranks that can divide a layer."""
+        """Yield a copy of the plan for each larger number of ranks among which a layer can be divided."""
         ranks = 2 * self.config.tensor_parallel_size
         while ranks <= min(_MOST_RANKS, self.model.spec.pieces):
             config = self.config.model_copy(update={"tensor_parallel_size": ranks})

@@ -21,7 +21,7 @@ def main() -> None:
         tell_interrupted()
         sys.exit(INTERRUPTED)
     except SystemExit as ended:
-        if ended.code == INTERRUPTED:  # typer ends so after a KeyboardInterrupt
+        if ended.code == INTERRUPTED:  # typer ends with this code after a KeyboardInterrupt
             tell_interrupted()
         raise
     except Exception as error:

@@ -52,7 +52,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a request: a comparison, an error, or the reason why it was not compared."""
+    """The outcome of a request: a comparison, an error, or the reason why the request was not compared."""
 
     request: RecordedRequest
     found: Comparison | TruerollError | str
@@ -73,9 +73,9 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
     """Replay a record, print a table of the differences, and return whether requests were compared and all bits are
     equal.
 
-    `version`: the version that the record has for the weights of the worker; None for the worker's own version. Raise
-    UnavailableError if the worker loads its model, and WorkerLostError if it does not answer. If the replay ends early,
-    the table has what was compared before.
+    `version`: the version number under which the record lists the worker's weights; None for the worker's own version
+    number. Raise UnavailableError if the worker is still loading its model, and WorkerLostError if it does not answer.
+    If the replay ends early, the table has the comparisons made until then.
     """
     health = client.health()
     if health.weight_version is None:
@@ -88,7 +88,7 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
     try:
         for result in tracked(_send(chosen, client, health.weight_version), "replaying", len(chosen)):
             results.append(result)
-    finally:  # if the worker is lost, the differences found before are not
+    finally:  # even if the worker is lost, print the differences found so far
         results += [Result(request, "the replay ended early") for request in chosen[len(results) :]] + others
         console.print(_table(results, _title(record, health, wanted)))
         console.print(_summary(results), markup=False, highlight=False)
@@ -98,7 +98,7 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
 
 
 def _reason_to_skip(request: RecordedRequest, wanted: int) -> str | None:
-    """Return why the base weights of version `wanted` cannot draw a sample again; None if they can."""
+    """Return why the base weights of version `wanted` cannot reproduce a sample; None if they can."""
     if request.adapter is not None:
         return f"the adapter {request.adapter!a:.100} drew them, and adapters are not replayed"
     if not request.sample.is_exact:
@@ -109,7 +109,7 @@ def _reason_to_skip(request: RecordedRequest, wanted: int) -> str | None:
 
 
 def compare(request: RecordedRequest, sample: SampleOutput) -> Comparison:
-    """Compare a sample with the recorded one, bit by bit."""
+    """Compare a sample with the recorded sample, bit by bit."""
     expected, found = _records(request.sample, 0), _records(sample, request.routes_start)
     missing = np.zeros((0, 1), np.uint8)
     different = {
@@ -126,7 +126,7 @@ def compare(request: RecordedRequest, sample: SampleOutput) -> Comparison:
 
 
 def _records(sample: SampleOutput, routes_start: int) -> dict[str, np.ndarray]:
-    """Return all rows of a sample by name. Its routed experts are cut before row `routes_start`."""
+    """Return all records of a sample, by name. Routed experts are returned from row `routes_start` on."""
     records = dict(tokens=np.array(sample.token_ids, np.int32)) | columns_of(sample)
     if sample.routed_experts is not None:
         records["routed_experts"] = sample.routed_experts[routes_start:]
@@ -134,7 +134,7 @@ def _records(sample: SampleOutput, routes_start: int) -> dict[str, np.ndarray]:
 
 
 def _different_rows(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Return the indices of the rows that differ in any bit, with those that only one array has."""
+    """Return the indices of the rows that differ in any bit, including the rows that only one array has."""
     both, longest = min(len(expected), len(found)), max(len(expected), len(found))
     if (expected.dtype, expected.shape[1:]) != (found.dtype, found.shape[1:]):
         both = 0
@@ -145,7 +145,7 @@ def _different_rows(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
 
 
 def _first(expected: SampleOutput, found: SampleOutput, others: dict[str, np.ndarray]) -> str:
-    """Describe the first difference of two samples; empty if there is none."""
+    """Describe the first difference between two samples; empty if they are equal."""
     pairs = [_pairs(each) for each in (expected, found)]
     both = min(map(len, pairs))
     at = next((i for i in range(both) if pairs[0][i] != pairs[1][i]), both)
@@ -244,7 +244,7 @@ def _num_tokens(request: RecordedRequest) -> int:
 
 
 def _summary(results: Sequence[Result]) -> str:
-    """Return the verdict, and the requests that were not compared."""
+    """Return a text with the verdict and with the requests that were not compared."""
     compared = [each.found for each in results if isinstance(each.found, Comparison)]
     tokens, logprobs, others, ends = (
         sum(getattr(found, name) for found in compared) for name in ("tokens", "logprobs", "others", "has_other_end")

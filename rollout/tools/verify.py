@@ -257,8 +257,9 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
     MTP_CELLS if the model has an MTP module, plus `image_cells` if the model serves a vision tower.
 
     `topology`: the ranks of all cells. With more than one rank, cells that set `threads` are left out, and all
-    RANK_CELLS are added, except adapters that change nothing if the format of the weights changes values that are
-    quantized again. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
+    RANK_CELLS are added. Cells with adapters that change nothing are also left out if quantizing the weights again
+    would change their values. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional
+    list.
     """
     if topology.size > 1:
         cells = [cell for cell in (*cells_of(loaded, ONE_RANK, quick), *RANK_CELLS) if cell.threads is None]
@@ -374,7 +375,9 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _subjects_of(self, cell: Cell) -> list[GenerateRequest]:
-        """Return the compared requests of a cell. The baseline, which is the default cell, has all of them."""
+        """Return the compared requests of a cell. The baseline, which is the default cell, has all compared
+        requests.
+        """
         has_all = cell.is_restricted or cell == Cell()
         return [subject for subject in self.subjects if has_all or not is_restricted(subject)]
 
@@ -446,7 +449,7 @@ class _ImageLab(_Lab):
         self._tower, self._images = tower, ImageSubjects(tower, loaded.model.spec.vocab_size, max_tokens)
         self._num_refused = 0
         super().__init__(config, loaded, self._images.sizes)
-        # The first image has been encoded by then, and the second one is under way.
+        # By then, the first image has been encoded, and the second image is being encoded.
         self.steps_before_event = tower.num_layers + 2
 
     def _make_subjects(self) -> list[GenerateRequest]:
@@ -464,7 +467,7 @@ class _ImageLab(_Lab):
     def _engine_config(self, cell: Cell) -> EngineConfig:
         assert isinstance(cell, ImageCell)
         size = self._images.row_bytes(self.loaded.model.dtype.itemsize)
-        # Enough for each request, but not for two that run together.
+        # Enough blocks for each request alone, but not for two requests that run together.
         num_blocks = 3 * -(-self.sizes.num_positions // cell.block_size) // 2
         update = dict(
             num_blocks=num_blocks if cell.is_starved else None,
@@ -541,7 +544,7 @@ def _sleep(engine: Engine) -> list[Output]:
 
 
 Event: TypeAlias = Callable[[Engine], list[Output]]
-# What happens in a cell after some steps. All running requests are then recomputed.
+# The events that a cell can have after some steps. After an event, all running requests are recomputed.
 EVENTS: dict[str, Event] = {
     "interruption": lambda engine: engine.interrupt("recompute"),
     "push": _push,
@@ -624,7 +627,7 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
     """Return the number of tokens with a record that differs in any bit.
 
-    A missing token counts as different. The result also includes 1 if the sample ended differently, and 1 for each
+    A missing token counts as different. The result is increased by 1 if the sample ended differently, and by 1 for each
     token with different routes, including tokens of the prompt.
     """
     rows = rows_of(expected, expected.token_ids)[piece.start :]

@@ -25,7 +25,7 @@ MAX_IMAGES = 2
 _BLOCKS = 8, 6
 """The rows and columns of placeholders of an image, unless the tower takes images of one size only."""
 _FILLER_PROMPT = 40
-_FILLER_TOKENS = 64  # others must still decode after all images have been encoded
+_FILLER_TOKENS = 64  # fillers must still decode after all images have been encoded
 IMAGE_LEGEND = """\
 Cells with images add premises:
     encoded          images that the vision tower computed
@@ -69,7 +69,7 @@ class ImageCell(Cell):
 def image_cells(tower: TowerSpec) -> list[ImageCell]:
     """Return the cells for a model with this tower."""
     size = _num_tokens(tower)
-    # If images must be whole, a step needs room for one beside the tokens of the other sequences.
+    # If the model needs whole images, a step needs room for one image in addition to the tokens of the other sequences.
     small = MAX_NUM_SEQS + (size if tower.sees_span else 0)
     last = len(_TEXTS) - 1
     cells = [

@@ -28,7 +28,8 @@ Decode: TypeAlias = Callable[[list[int]], str]
 class Cell:
     """One set of circumstances. The defaults are the circumstances of the baseline.
 
-    - `cache`: what the cache holds before the requests run. `host`: their prompts, only in host memory
+    - `cache`: what the cache holds before the requests run. `host`: the prompts of the requests, but only in host
+      memory
     - `others`: number of requests that are served together with each request
     - `budget`: maximum number of tokens in a step
     - `num_reread`: number of generated tokens that become part of the prompt of the next request
@@ -255,11 +256,11 @@ class _Variation:
 
     @property
     def was_allowed(self) -> bool:
-        """Return whether the allowed tokens changed the sample, which has no other tokens."""
+        """Return whether the sample consists of allowed tokens only, and differs from the original sample."""
         return self.was_edited and {*self.sample.token_ids} <= {*(self.params.allowed_token_ids or ())}
 
     def was_in_grammar(self, decode: Decode) -> bool:
-        """Return whether the grammar changed the sample, which begins a text of the grammar."""
+        """Return whether the sample is the beginning of a text of the grammar, and differs from the original sample."""
         return self.was_edited and re.fullmatch(GRAMMAR_PREFIX, decode(self.sample.token_ids)) is not None
 
     @property

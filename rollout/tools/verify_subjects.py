@@ -26,7 +26,7 @@ from ...engine.request import GenerateRequest, Request, SampleOutput, SamplingPa
 from ...engine.running.loading import LoadedModel
 
 GRAMMAR = Grammar(regex="([a-z][0-9]){200}")
-"""The grammar of the matrix. Its texts are longer than any sample, so that no sample ends early."""
+"""The grammar of the matrix. The texts of this grammar are longer than any sample, so that no sample ends early."""
 GRAMMAR_PREFIX = "([a-z][0-9])*[a-z]?"
 """A regular expression that matches the beginnings of the grammar's texts."""
 NUM_ALLOWED = 64
@@ -86,8 +86,8 @@ def make_variations(subjects: list[GenerateRequest], serve: Serve, loaded: Loade
 
     The first variation is the plain request with stop tokens and `min_tokens`. The second variation is the plain
     request with edits of logits. The third variation is the seeded request for the same prompt, with raw log-probs and,
-    if the model has a tokenizer, with a stop string. The others are restricted (`is_restricted`): the plain request
-    with allowed tokens and, unless there is a `grammar_obstacle`, the plain request with a grammar.
+    if the model has a tokenizer, with a stop string. The remaining variations are restricted (`is_restricted`): the
+    plain request with allowed tokens and, unless there is a `grammar_obstacle`, the plain request with a grammar.
     """
     plain = subjects[-1]
     (seeded,) = (s for s in subjects if s.id == f"seeded {len(plain.prompt_token_ids)}")

@@ -82,8 +82,8 @@ class Waiting:
 
 
 class WaitingRoom:
-    """The requests that have not been sent to the engine yet, by key. They wait for the engine, for newer weights, for
-    their images, or for the preparation of their grammar.
+    """The requests that have not been sent to the engine yet, by key. The requests wait for the engine, for newer
+    weights, for their images, or for the preparation of their grammar.
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
     requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
@@ -181,9 +181,9 @@ def _empty_scores(id: str) -> ScoreOutput:
 class Abortion(NamedTuple):
     """An abort that was sent to the engine, for one sample or all samples of `entry`.
 
-    `call`: the key of the abort call. `message`: the abort call itself. Both are None if no client waits for a reply.
-    `ends_successors`: whether the entry had successors when the abort call arrived. If `ends_successors` is True, the
-    abort also ends the successors.
+    `call`: the key of the abort call. `message`: the abort call itself. `call` and `message` are None if no client
+    waits for a reply. `ends_successors`: whether the entry had successors when the abort call arrived. If
+    `ends_successors` is True, the abort also ends the successors.
     """
 
     entry: Entry
@@ -412,7 +412,7 @@ class RequestBook:
     def _prepare(self, key: str, waiting: Waiting, grammar: Grammar) -> None:
         """Prepare the grammar of a request before the engine gets the request."""
         if self.grammars is None:
-            self.waiting_room.postpone(key, waiting)  # until the model has loaded
+            self.waiting_room.postpone(key, waiting)  # requests wait until the model has loaded
         else:
             self.waiting_room.hold(key, waiting)
             waiting.preparation = self.grammars.prepare(self.ledger.open[key].user, key, grammar)
@@ -422,7 +422,7 @@ class RequestBook:
         the current weights are new enough for the request.
         """
         if not self.images.has_limits:
-            self.waiting_room.postpone(key, waiting)  # until the model has loaded
+            self.waiting_room.postpone(key, waiting)  # requests wait until the model has loaded
             return
         entry, message = self.ledger.open[key], waiting.message
         self.waiting_room.hold(key, waiting)

@@ -51,7 +51,7 @@ class GrammarThread:
     def __init__(self, grammars: Preparing, publish: Callable[[Preparation], None]) -> None:
         self.find, self.close = grammars.find, grammars.close
         self._grammars, self._publish = grammars, publish
-        self._waiting = dict[str | None, deque[Preparation]]()  # by user, the next user first
+        self._waiting = dict[str | None, deque[Preparation]]()  # waiting grammars by user, next user first
         self._has_changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -79,7 +79,7 @@ class GrammarThread:
             del self._waiting[user]
             preparation = own.popleft()
             if own:
-                self._waiting[user] = own  # after the other users
+                self._waiting[user] = own  # this user comes after the other users
             return preparation
 
     def _finish(self, preparation: Preparation) -> None:

@@ -41,8 +41,8 @@ SLOWEST = 2**16
 
 
 class _Key(NamedTuple):
-    """The key of an image's content. The hash alone is not enough as a key: a client may name a wrong size, and a user
-    that only knows the hash of another user's image must not get answers about this image.
+    """The key of an image's content. The hash alone is not enough as a key. A client may name a wrong size, and a user
+    that knows only the hash of another user's image must not get answers about this image.
     """
 
     user: str | None
@@ -83,7 +83,7 @@ class _Content:
         return self.num_received == self.num_bytes
 
     def restart(self) -> None:
-        """Forget the parts."""
+        """Drop the parts that have arrived."""
         self.data, self.digest, self.num_received, self.asked = None, None, 0, None
 
     def put(self, data: bytes) -> None:
@@ -159,10 +159,10 @@ class ImageStore:
         self._requests: dict[str, _Wanting] = {}
         self._roomless: dict[str, None] = {}
         self._contents: dict[_Key, _Content] = {}
-        self._unheld: OrderedDict[_Key, None] = OrderedDict()  # complete, the least recently used first
+        self._unheld: OrderedDict[_Key, None] = OrderedDict()  # complete and unused, least recently used first
         self._num_unheld_bytes = 0
         self._questions: dict[bytes, _Question] = {}
-        self._orphans: dict[str, None] = {}  # requests with a deadline
+        self._orphans: dict[str, None] = {}  # requests with a deadline, because no client waits
         # The content that each connection may be asked for, in order. May name content that has arrived since.
         self._queues: defaultdict[bytes, dict[_Key, None]] = defaultdict(dict)
         self._ready: dict[str, None] = {}

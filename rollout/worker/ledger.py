@@ -179,7 +179,7 @@ class Entry:
     - `subscribers`: the waiting submissions. Each subscriber gets separate replies.
     - `callers`: all callers that submitted the request. While the entry is open, each caller is mapped to the number of
       its waiting submissions.
-    - `replies`: the frames sent so far, in order. `num_bytes_replied`: their size.
+    - `replies`: the frames sent so far, in order. `num_bytes_replied`: the size of `replies`.
     - `error`: the error that ends a failed entry when the engine has ended all its samples; None for other entries.
     - `num_aborts`: number of aborts that the engine has not answered yet.
     - `successors`: submissions that arrived after an abort. Successors do not get the aborted results, and are

@@ -155,7 +155,7 @@ class Operations:
                     f"{count} unfinished requests cannot be drained; call resume first{way_out}",
                     value=count,
                 )
-            operation.in_flight = "recompute"  # a no-op, because the engine has no unfinished requests
+            operation.in_flight = "recompute"  # no effect, because the engine has no requests
         self.current = operation
         self._lifecycle.begin(operation.busy)
         self.follow()
@@ -293,7 +293,7 @@ class Pushes:
 
     `target`: destination of pushes; None until the model has loaded. `served`: id of the push that the served weights
     come from; None if the weights come from the checkpoint or are lost. `served_adapters`: for each named adapter, the
-    id of the push that it comes from. `before_change`: called on any thread before the live weights change.
+    id of the push that delivered the adapter. `before_change`: called on any thread before the live weights change.
     """
 
     def __init__(
@@ -527,7 +527,7 @@ class Pushes:
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
-            raise ending()  # the trainer then treats this worker, and the memory that it was going to lend, as lost
+            raise ending()  # the trainer then treats this worker, and the memory that it offered, as lost
         self._reply(call.id, call.push_id, "committed" if self._is_served(call.push_id) else "aborted")
 
     def _is_served(self, push_id: str) -> bool:
@@ -675,7 +675,9 @@ def check_begin(
 
 
 def _check_named(call: protocol.BeginPush, name: str, adapters: AdapterDestination | None, standing: Standing) -> None:
-    """Raise PushError if a push of the named adapter `name` cannot succeed. `adapters`: where it would be received."""
+    """Raise PushError if a push of the named adapter `name` cannot succeed. `adapters`: the destination of pushes of
+    named adapters.
+    """
     if adapters is None:
         text = "adapter: this worker has no memory for named adapters; start it with adapter_bytes"
         raise PushError(text, field="adapter", value=name)

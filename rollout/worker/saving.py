@@ -1,8 +1,9 @@
-"""The saved weights of a worker: when the served weights are saved, and what a restarted worker serves.
+"""The saved weights of a worker: decides when the served weights are saved, and loads the saved weights after a
+restart.
 
-Owns the folder and the thread that saves (`weight_sync.worker.saver`), and the decision when weights are to be saved:
-whenever the weights of a push are complete and awake, and are not saved yet. Does not own the served weights (`pushes`)
-or the worker's state (`lifecycle`). Without a folder, every method is a no-op.
+Owns the folder and the thread that saves (`weight_sync.worker.saver`), and the decision when to save weights. Weights
+are saved whenever the weights of a push are complete and awake, and are not saved yet. Does not own the served weights
+(`pushes`) or the worker's state (`lifecycle`). Without a folder, every method is a no-op.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Saving:
         self._changed = changed
         self._saver: Saver | None = None
         self._ordered: tuple[str, int] | None = None
-        """The push id and the version that the saver has saved or is to save."""
+        """The push id and the version of the weights that the saver has saved, is saving or will save."""
 
     def load(self, engine: ServedEngine) -> ServedEngine:
         """Make a new engine serve the saved weights, and return the engine. Called on the engine's thread. Raise
@@ -46,7 +47,9 @@ class Saving:
 
     @property
     def restored(self) -> str | None:
-        """Id of the push that `load` has made the engine serve; None for the weights of the checkpoint."""
+        """Id of the push with the weights that `load` has restored; None if the engine serves the weights of the
+        checkpoint.
+        """
         push = None if self._saver is None else self._saver.state.push
         return None if push is None else push.push_id
 

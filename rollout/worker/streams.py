@@ -1,4 +1,4 @@
-"""The new tokens of streamed requests, for each reader that is ready for them."""
+"""Send the new tokens of streamed requests to each reader that is ready for new tokens."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Streams:
         next_at, has_many = inf, len(self._progress) > FEW_READERS
         for reader in list(self._due):
             if (progress := self._progress.get(reader)) is None:
-                continue  # lost while an earlier message was sent
+                continue  # the reader was lost while an earlier message was sent
             if has_many and progress.next_at > now:
                 next_at = min(next_at, progress.next_at)
                 continue

@@ -128,7 +128,7 @@ class Vitals:
 
     def _engine(self) -> dict[str, Any] | None:
         """Return `info` with the notes of the weights: `commit_note` has the cause of slow commits, and `optional_note`
-        says which weights the last push lacked. Both are usually empty.
+        says which weights the last push lacked. Both notes are usually empty.
         """
         target = self._control.pushes.target
         if self.info is None or target is None:
@@ -351,7 +351,7 @@ class Dispatch:
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
             self._refuse(peer, message.id, error, getattr(message, "caller", None))
-        except OSError as error:  # unexpected, but an OSError must not end the worker
+        except OSError as error:  # an unexpected OSError must not end the worker
             log.exception("could not serve a %s", message.type)
             refused = UnavailableError(
                 f"worker: the operating system has run out of a resource ({error.strerror}); try again later"

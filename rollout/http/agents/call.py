@@ -1,7 +1,7 @@
-"""The form of requests that all APIs share, and what each API needs to write an answer.
+"""The common form of requests in all APIs, and the data from which each API writes an answer.
 
-Each API has a function that reads a request's body as an `AgentCall`. Does not own: the sessions (`registry`) and the
-course of a call (`endpoints`).
+For each API, a function converts a request's body to an `AgentCall`. Does not own: the sessions (`registry`) and the
+handling of calls (`endpoints`).
 """
 
 from __future__ import annotations
@@ -56,18 +56,20 @@ def only(field: str, *allowed: str, default: str | None = None) -> BeforeValidat
 
 
 def lines(parts: Iterable[Any]) -> str:
-    """Return the `text` of several parts as one text, as in chat completions."""
+    """Join the texts of several parts with line breaks, as chat completions do."""
     return "\n".join(part.text for part in parts)
 
 
 def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]], node: str | None) -> dict[str, Any]:
-    """Return an assistant message of chat completions. `node`: the answer's node that the agent sent back."""
+    """Return an assistant message in the form of chat completions. `node`: id of the session's answer, if the agent
+    sent it back; otherwise None.
+    """
     told = {"reasoning_content": reasoning, "tool_calls": calls, NODE_FIELD: node}
     return {"role": "assistant", "content": content} | {name: value for name, value in told.items() if value}
 
 
 def tool_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call of chat completions."""
+    """Return a tool call in the form of chat completions."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -77,7 +79,7 @@ def tool_message(id: str, content: Iterable[Any]) -> dict[str, Any]:
 
 
 def function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a tool of chat completions."""
+    """Return a tool in the form of chat completions."""
     return {"type": "function", "function": present(name=name, description=description, parameters=parameters)}
 
 
@@ -93,11 +95,13 @@ def _as_response_format(given: Any) -> Any:
 
 
 FlatFormat: TypeAlias = Annotated[ResponseFormat, BeforeValidator(_as_response_format)]
-"""A format of an answer. Unlike in `response_format` of chat completions, the schema is next to the type."""
+"""The requested format of an answer. Here, `schema` is a field beside `type`; in `response_format` of chat completions,
+it is nested in `json_schema`.
+"""
 
 
 def told_format(format: ResponseFormat) -> dict[str, Any] | None:
-    """Return the `response_format` of chat completions; None for plain text."""
+    """Return a format as `response_format` of chat completions; None for plain text."""
     return None if format.type == "text" else dict(format)
 
 
@@ -128,7 +132,8 @@ class AgentCall:
     `messages`, `tools`, `tool_choice`, `chat_template_kwargs`: as in OpenAI's chat completions. `sampling`: sampling
     parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `model`: the model
     that the request names. `top_logprobs`: the number of most probable tokens to record for each token. `form`: returns
-    the form of the answer. `token_bytes`: size of an answer that is not a stream. `names_events`: as in `event_stream`.
+    the object that writes the answer in the API's format. `token_bytes`: size of an answer that is not a stream.
+    `names_events`: as in `event_stream`.
     """
 
     messages: list[dict[str, Any]]

@@ -1,7 +1,7 @@
 """The paths below `/sessions`: begin a session, call it, read its samples, and delete it.
 
-Owns: the course of an agent's request. Promises: a retry gets the recorded answer, with the same tokens. If a client
-disconnects while the model draws the answer, the call adds nothing to the session.
+Owns: the handling of an agent's request, from its body to the answer. Promises: a retry gets the recorded answer, with
+the same tokens. If a client disconnects while the model draws the answer, the call adds nothing to the session.
 """
 
 from __future__ import annotations
@@ -44,19 +44,22 @@ from .registry import OpenSession, Registry
 T = TypeVar("T")
 Reader: TypeAlias = Callable[[dict[str, Any]], AgentCall]
 RETRIES_HEADER = "x-stainless-retry-count"
-"""The header in which the packages `openai` and `anthropic` tell how often they have repeated a request."""
+"""The header in which the packages `openai` and `anthropic` send the number of earlier attempts of a request."""
 MOST_EXPORTS = 2
 """Maximum number of exports in memory at a time."""
 EXPORT_SECONDS = 300.0
-"""Maximum time, in seconds, for sending an export. Otherwise, clients that read slowly could keep all places."""
+"""Maximum time, in seconds, for sending an export. Without this limit, clients that read slowly could block all other
+exports.
+"""
 
 
 class BeginFields(Fields):
     """Fields of `POST /sessions`.
 
     `seed`: seed of the session. `sampling_params`: sampling parameters of all calls, in the form of the fields of
-    `/v1/chat/completions`. `chat_template_kwargs`: arguments of the chat template for all calls. `model`: the
-    served model, or one of its adapters, for all calls. All three replace those of an agent's requests.
+    `/v1/chat/completions`. `chat_template_kwargs`: arguments of the chat template for all calls. `model`: the served
+    model, or one of its adapters, for all calls. `sampling_params`, `chat_template_kwargs` and `model` override the
+    same fields of an agent's requests.
     """
 
     model: str | None = None
@@ -73,15 +76,16 @@ class RewardFields(Fields):
 
 
 class ExportFields(Fields):
-    """Query of an export."""
+    """Query parameters of an export."""
 
     format: Literal["json", "safetensors", "nemo_gym", "record"] = "json"
 
 
 @dataclass(frozen=True)
 class FromSession:
-    """A call of a session as a source of samples. A stream ends with a delta of the whole sample, of which only the
-    unsent tokens are sent. A recorded answer has no other deltas, nor has a call that a request without `stream` began.
+    """A call of a session as a source of samples. The last delta of a stream has the whole sample, and the `Asker`
+    sends only the tokens that it has not sent yet. The last delta is the only delta if the answer was recorded earlier,
+    or if a request without `stream` began the call.
     """
 
     asked: Asked
@@ -99,8 +103,8 @@ class FromSession:
 
 
 class Exports:
-    """Sends the samples of sessions. At most `MOST_EXPORTS` exports are in memory, and one of each session, so that a
-    client that reads slowly takes one place only, for at most `EXPORT_SECONDS`.
+    """Sends the samples of sessions. At most `MOST_EXPORTS` exports are in memory at a time, and at most one export of
+    each session. An export stays in memory for at most `EXPORT_SECONDS`, even if its client reads slowly.
     """
 
     def __init__(self, registry: Registry, turns: Turns) -> None:
@@ -108,8 +112,8 @@ class Exports:
         self._places = asyncio.Semaphore(MOST_EXPORTS)
 
     async def send(self, opened: OpenSession, format: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the samples of a session. Raise Gone if the client disconnects before they are sent. If the client does
-        not read them in time, return without the end of the response, so that the connection is cut.
+        """Send the samples of a session. Raise Gone if the client disconnects before the samples are sent. If the
+        client does not read the samples in time, return without completing the response, so that the connection is cut.
         """
         with self._registry.request(opened):
             async with AsyncExitStack() as stack:
@@ -119,7 +123,9 @@ class Exports:
                         await response(scope, receive, send)
 
     async def _in_turn(self, stack: AsyncExitStack, opened: OpenSession, format: str) -> Response:
-        """Wait for a place in memory, which `stack` frees, and return the response with the samples of a session."""
+        """Wait until there is room for another export in memory, and return the response with the samples of a session.
+        Closing `stack` frees the room.
+        """
         for place in (opened.export, self._places):
             await stack.enter_async_context(place)
         session = opened.session
@@ -209,7 +215,7 @@ class SessionEndpoints:
         return _Export(partial(self._exports.send, self._find(request), own.format))
 
     def counting(self, read: Reader) -> Handler:
-        """Return a handler that returns the number of tokens of the prompt that a request would have now."""
+        """Return a handler that counts the tokens of a request's prompt without generating an answer."""
 
         async def handle(request: Request) -> Response:
             opened = self._find(request)
@@ -267,7 +273,7 @@ class SessionEndpoints:
     async def _asked(
         self, opened: OpenSession, call: AgentCall, is_retry: bool
     ) -> AsyncGenerator[tuple[Asker, Task, Form], None]:
-        """Context manager of a call: begin it, and provide what its answer needs."""
+        """Context manager that begins a call, and provides the objects that generate and write the answer."""
         served = await self._model(opened, call)
         params = await self._sampling(call.sampling | opened.sampling)
         settings: dict[str, Any] = dict(self._clients.salted(opened.client, params)) | dict(
@@ -286,8 +292,9 @@ class SessionEndpoints:
                 yield self._asker(opened, asked), task, form
 
     async def _model(self, opened: OpenSession, call: AgentCall) -> ServedModel:
-        """Return what answers a call: the model of the session, or the adapter that the call names. A call may also
-        have any other name, which means the served model. Raise HttpError if the session's adapter is not loaded.
+        """Return the model that answers a call: the model of the session, if it has one, otherwise the adapter that the
+        call names. If the call names neither, the served model answers; the name in the call may then be any text.
+        Raise HttpError if the session's adapter is not loaded.
         """
         if opened.model is not None:
             return await self._served.named(opened.model)
@@ -296,7 +303,7 @@ class SessionEndpoints:
         return self._served.adapted(call.model)
 
     async def _sampling(self, fields: dict[str, Any]) -> SamplingParams:
-        """Return sampling parameters. Raise HttpError or InvalidRequestError if they are not supported."""
+        """Return sampling parameters. Raise HttpError or InvalidRequestError for unsupported parameters."""
         fields = given(fields)
         params, seed = await take_sampling(fields, None, self._served.encode_words)
         if seed is not None:
@@ -358,7 +365,7 @@ def _not_in_a_session(name: str, value: Any, why: str) -> HttpError:
 
 
 def _is_retry(request: Request) -> bool:
-    """Return whether a request repeats an earlier one."""
+    """Return whether a request repeats an earlier request."""
     given = request.headers.get(RETRIES_HEADER, "0")
     if not (given.isascii() and given.isdecimal()):
         text = f"{RETRIES_HEADER}: must be a non-negative integer (got {brief(given)})"

@@ -1,8 +1,8 @@
 """Anthropic's Messages API (`/v1/messages`): read requests as calls of a session, and write the answers.
 
-The API: https://platform.claude.com/docs/en/api/messages. Thinking is the model's reasoning. Each
-result of a tool becomes a message of the role `tool`, which precedes the other texts of the user's message. The texts
-of an assistant's blocks are joined as they are; other texts are joined by line breaks, as in chat completions.
+The API: https://platform.claude.com/docs/en/api/messages. Thinking is the model's reasoning. Each result of a tool
+becomes a message of the role `tool`, which precedes the other texts of the user's message. The texts of an assistant's
+blocks are concatenated; other texts are joined with line breaks, as in chat completions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .call import (
 
 
 def _as_blocks(content: Any) -> Any:
-    """Return content as blocks, because a text stands for one block of type text."""
+    """Return content as a list of blocks. Content that is a text becomes one block of type text."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -48,7 +48,7 @@ class _Text(Sent):
 
 
 class _Thinking(Sent):
-    """Thinking. `signature`: the node of the answer, if the session wrote it."""
+    """A block of thinking. `signature`: the node of the answer, if the block comes from this session."""
 
     type: Literal["thinking"]
     thinking: str
@@ -56,7 +56,7 @@ class _Thinking(Sent):
 
 
 class _RedactedThinking(Sent):
-    """Thinking of another model, which no chat template can write."""
+    """A block of encrypted thinking from another model. Chat templates cannot render encrypted thinking."""
 
     IGNORED = frozenset({"data"})
 
@@ -139,7 +139,9 @@ _Message = Annotated[
 
 
 class _Tool(Sent):
-    """A tool. `strict` is ignored: only a call that `tool_choice` requires is sure to follow the schema."""
+    """A tool. `strict` is ignored: a call is guaranteed to follow the tool's schema only if `tool_choice` requires the
+    call.
+    """
 
     IGNORED = frozenset({"cache_control", "eager_input_streaming", "strict"})
     OFF = {"allowed_callers": (["direct"], []), "defer_loading": (False,), "input_examples": ([],)}
@@ -170,7 +172,7 @@ _Choice = Annotated[_AnyChoice | _NamedChoice, Field(discriminator="type"), only
 
 
 class _ThinkingConfig(Sent):
-    """Whether the model thinks. `budget_tokens` has no effect. The thinking is always returned as it is."""
+    """Whether the model thinks. `budget_tokens` has no effect. Thinking is always returned unabridged."""
 
     IGNORED = frozenset({"budget_tokens"})
     OFF = {"display": ("summarized",)}
@@ -211,7 +213,7 @@ class _Prompt(Sent):
 
 
 class _Request(_Prompt):
-    """All fields. `temperature`, `top_p` and `top_k` are checked as sampling parameters."""
+    """All fields of a request for a message. `temperature`, `top_p` and `top_k` are checked as sampling parameters."""
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] = []
@@ -267,7 +269,7 @@ def _call(own: _Prompt, **more: Any) -> AgentCall:
 
 
 def _choice(own: _Prompt) -> str | dict[str, Any]:
-    """Return the choice of tools as in chat completions."""
+    """Convert `tool_choice` to the form of chat completions."""
     choice = own.tool_choice
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
@@ -281,15 +283,16 @@ def _choice(own: _Prompt) -> str | dict[str, Any]:
 class MessageForm:
     """Writes a message.
 
-    If the thinking resumes after the text, a stream has several blocks of thinking and text; joined, they are equal to
-    the two blocks of the whole message. A stream ends with the tool calls.
+    If the model resumes thinking after it has written text, a stream has several blocks of thinking and several of
+    text. All blocks of one type, joined, equal the single block of this type in the whole message. A stream ends with
+    the tool calls.
     """
 
     context: Context
     _parser: ChoiceParser = field(init=False)
     _calls: list[dict[str, Any]] = field(default_factory=list)
     _num_blocks: int = 0
-    _open: str | None = None  # the type of the block that may grow
+    _open: str | None = None  # the type of the block to which text may be added
     _has_begun: bool = False
     _stop: dict[str, Any] = field(default_factory=dict)
 

@@ -1,11 +1,11 @@
 """The open sessions of a front end.
 
-A session is reached by its capability, a secret text that `POST /sessions` returns. The capability opens this session
-and no other path. Owns: digests of the capabilities (but not the capabilities themselves), and the bounds on the number
-of sessions and on their memory. Guarantees:
+A session is reached by its capability, a secret text that `POST /sessions` returns. The capability gives access to this
+session only. Owns: digests of the capabilities (but not the capabilities themselves), and the bounds on the number of
+sessions and on their memory. Guarantees:
 
-- A wrong capability, or that of a deleted session, opens nothing, and the time of the lookup reveals nothing about
-  other capabilities.
+- A wrong capability and the capability of a deleted session give access to nothing. The time of a lookup reveals
+  nothing about other capabilities.
 - A session without requests is deleted after `session_seconds`.
 - Deleting a session ends its running calls.
 - No session and no call begins while the sessions together use `max_session_bytes` or more.
@@ -38,7 +38,7 @@ _MOST_PAUSE = 60.0
 
 @dataclass(eq=False)
 class OpenSession:
-    """A session and what the front end knows of it.
+    """A session, and the data that the front end keeps about it.
 
     `client`: the client that began the session. `sampling`: sampling parameters of all calls, in the form of the fields
     of `/v1/chat/completions`. `template`: arguments of the chat template for all calls. `model`: the served
@@ -60,7 +60,9 @@ class OpenSession:
     export: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def template_of(self, call: AgentCall) -> dict[str, Any]:
-        """Return the arguments of the chat template for a call. Those of the session replace those of the request."""
+        """Return the arguments of the chat template for a call. The session's arguments override the arguments of the
+        request.
+        """
         return call.chat_template_kwargs | self.template
 
 
@@ -85,7 +87,7 @@ class Registry:
         return capability
 
     def find(self, capability: str) -> OpenSession:
-        """Return the session of a capability. Raise HttpError if there is none."""
+        """Return the session of a capability. Raise HttpError if there is no such session."""
         opened = self._opened.get(_digest(capability))
         if opened is None:
             text = "session: there is no open session with this id; begin one with POST /sessions"
@@ -96,8 +98,8 @@ class Registry:
     def request(self, opened: OpenSession, adds: bool = False) -> Iterator[None]:
         """Context manager for a request to a session. The session does not expire during the request.
 
-        `adds`: whether the request may add to the session; if so, raise HttpError if the sessions together use
-        `max_session_bytes` or more.
+        `adds`: whether the request may add to the session. Such a request raises HttpError while all sessions together
+        use `max_session_bytes` or more.
         """
         if adds:
             self._check_room()
@@ -110,7 +112,7 @@ class Registry:
             self._count(opened)
 
     async def end(self, capability: str) -> None:
-        """Delete a session. Raise HttpError if there is none."""
+        """Delete a session. Raise HttpError if there is no such session."""
         opened = self.find(capability)
         await self._end(_digest(capability), opened)
 

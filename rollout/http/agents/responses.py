@@ -1,7 +1,7 @@
 """OpenAI's Responses API (`/v1/responses`): read requests as calls of a session, and write the answers.
 
-The API: https://developers.openai.com/api/reference/resources/responses. Consecutive items of the assistant are one
-message, in which the texts are joined as they are; other texts are joined by line breaks, as in chat completions. The
+The API: https://developers.openai.com/api/reference/resources/responses. Consecutive items of the assistant become one
+message, in which their texts are concatenated; other texts are joined with line breaks, as in chat completions. The
 reasoning of a response is in the `content` of items of type `reasoning`, as OpenAI specifies for open models. Responses
 are never stored.
 """
@@ -41,7 +41,7 @@ MAX_METADATA = 16
 _MARKS = frozenset({"status", "phase"})
 """Fields of output items that have no meaning in a request."""
 _ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]+)_[0-9]+")
-"""The id of an item of an answer, with the answer's node."""
+"""The id of an output item, which contains the node of the answer."""
 
 
 class _Text(Sent):
@@ -52,7 +52,7 @@ class _Text(Sent):
 
 
 def _as_texts(content: Any) -> Any:
-    """Return content as parts, because a text stands for one part."""
+    """Return content as a list of parts. Content that is a text becomes one part."""
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
@@ -94,7 +94,9 @@ class _ReasoningText(Sent):
 
 
 class _Reasoning(_Item):
-    """Reasoning. Summaries and encrypted reasoning are ignored, because no chat template can write them."""
+    """An item of reasoning. Summaries and encrypted reasoning are ignored, because chat templates cannot render
+    them.
+    """
 
     IGNORED = _MARKS | {"summary", "encrypted_content"}
 
@@ -141,12 +143,14 @@ _AnyItem = Annotated[
 
 
 def _as_items(given: Any) -> Any:
-    """Return the input as items, because a text stands for one message of the user."""
+    """Return the input as a list of items. An input that is a text becomes one message of the user."""
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 class _Tool(Sent):
-    """A function. `strict` is ignored: only a call that `tool_choice` requires is sure to follow the schema."""
+    """A function. `strict` is ignored: a call is guaranteed to follow the function's schema only if `tool_choice`
+    requires the call.
+    """
 
     IGNORED = frozenset({"strict"})
     OFF = {"allowed_callers": (["direct"], []), "async": (False,), "defer_loading": (False,), "output_schema": ()}
@@ -168,7 +172,7 @@ class _TextConfig(Sent):
 
 
 class _ReasoningConfig(Sent):
-    """The reasoning of a response. The reasoning is always returned as it is, whatever the summary."""
+    """The settings of the reasoning. Reasoning is always returned in full, whatever summary is requested."""
 
     IGNORED = frozenset({"summary", "generate_summary"})
     OFF = {"context": ("auto",), "effort": (), "mode": ("standard",)}
@@ -274,7 +278,7 @@ def _assistant(items: Sequence[Any]) -> dict[str, Any]:
 
 
 def _choice(own: _Request) -> str | dict[str, Any]:
-    """Return the choice of tools as in chat completions."""
+    """Convert `tool_choice` to the form of chat completions."""
     choice = own.tool_choice
     if isinstance(choice, dict):
         if choice.keys() == {"type", "name"} and choice["type"] == "function" and isinstance(choice["name"], str):
@@ -301,7 +305,7 @@ def _settings(own: _Request, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told_format(format: ResponseFormat) -> dict[str, Any]:
-    """Return the format of a response, without a description, which may be long."""
+    """Return the format of a response, without its description, because a description may be long."""
     if format.json_schema is None:
         return {"type": format.type}
     name = str(format.json_schema.get("name"))[:64]
@@ -310,7 +314,7 @@ def _told_format(format: ResponseFormat) -> dict[str, Any]:
 
 @dataclass
 class _OpenItem:
-    """An item of type message or reasoning that may grow. `index`: its place in the output."""
+    """An item of type message or reasoning that may grow. `index`: the index of the item in the output."""
 
     type: str
     id: str
@@ -342,10 +346,10 @@ class _OpenItem:
 class ResponseForm:
     """Writes a response. `settings`: the settings that the response repeats from its request.
 
-    If the reasoning resumes after the text, a stream has several items of reasoning and text; joined, they are equal to
-    the two items of the whole response. A stream ends with the tool calls. An answer without text and calls has a
-    message with an empty text, so that a client which sends all messages back also sends this answer back. The tokens
-    of the reasoning are not counted separately.
+    If the model resumes reasoning after it has written text, a stream has several items of reasoning and several of
+    text. All items of one type, joined, equal the single item of this type in the whole response. A stream ends with
+    the tool calls. An answer without text and calls has a message with an empty text, so that a client which sends all
+    messages back also sends this answer back. The tokens of the reasoning are not counted separately.
     """
 
     settings: dict[str, Any]
@@ -354,7 +358,7 @@ class ResponseForm:
     _calls: list[dict[str, Any]] = field(default_factory=list)
     _output: list[dict[str, Any]] = field(default_factory=list)
     _open: _OpenItem | None = None
-    _new: list[dict[str, Any]] = field(default_factory=list)  # events
+    _new: list[dict[str, Any]] = field(default_factory=list)  # events to send next
     _num_events: int = 0
     _is_cut: bool = False
 

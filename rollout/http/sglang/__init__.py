@@ -1,4 +1,4 @@
-"""The paths of SGLang's server that the trainers slime, miles and AReaL call, and sglang-router. Off unless
+"""The paths of SGLang's server that the trainers slime, miles and AReaL call, and that sglang-router calls. Off unless
 `HttpConfig.sglang` is set.
 
 | module     | owns                                                                                                  |
@@ -13,6 +13,6 @@
 
 Promises: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. A field that
 this server does not support is refused by name. A commit serves exactly the version that was pulled; otherwise the
-worker keeps its weights. No path deserializes pickles: the paths that need them are refused, with the path to use
-instead.
+worker keeps its weights. No path deserializes pickles. A path of SGLang that needs pickles is refused, with an error
+that names the path to use instead.
 """

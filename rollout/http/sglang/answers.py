@@ -1,7 +1,8 @@
-"""Answers of `/generate` in SGLang's form: whole, or as a stream of events that each repeat the answer so far.
+"""Answers of `/generate` in SGLang's form: whole, or as a stream of events. Each event repeats the whole answer so
+far.
 
-Promises: the events of a stream have at most about `GROWTH` + 1 times the size of the last event together, so a long
-stream does not cost the square of its length.
+Promises: the total size of all events of a stream is at most about `GROWTH` + 1 times the size of the last event. So
+the cost of a stream does not grow with the square of its length.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ..logprobs import numbers, top_rows
 from ..pieces import Piece, Usage, named_spans
 
 GROWTH = 8
-"""A stream sends the answer so far once it has grown by a part of 1 / `GROWTH`."""
+"""A stream sends another event once the answer has grown by 1 / `GROWTH` since the last event."""
 ENTRY_BYTES = TokenBytes.ID + TokenBytes.NUMBER + 8
 """Estimated size of a log-prob with its token, in bytes."""
 
 
 @dataclass
 class _Growing:
-    """A streamed sample as far as it is known. `num_told`: number of tokens in the last event."""
+    """The part of a streamed sample that has arrived. `num_told`: number of tokens in the last event."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -126,8 +127,8 @@ class GenerateForm:
         return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
     def _told_prompt(self, position: int) -> dict[str, Any]:
-        """Return the log-probs of the prompt from token `start` on. The first one is null, because the first token of a
-        prompt has none.
+        """Return the log-probs of the prompt from token `start` on. The first entry has null in place of a log-prob,
+        because the first token of a prompt has no log-prob.
         """
         if not 0 <= self.start < len(self.prompts[position]):
             return {"input_token_logprobs": []}
@@ -155,7 +156,9 @@ def _told_logprobs(token_ids: Sequence[int], columns: Columns) -> dict[str, Any]
 
 
 def _entries(token_ids: Sequence[int], logprobs: Sequence[float | None]) -> Rows | list[Any]:
-    """Return `[log-prob, token id, null]` for each token. SGLang has the token's text in place of null on request."""
+    """Return `[log-prob, token id, null]` for each token. On request, SGLang returns the token's text in place of
+    null.
+    """
     pairs = zip(logprobs, token_ids, strict=True)
     return rows(([logprob, token_id, None] for logprob, token_id in pairs), len(token_ids))
 

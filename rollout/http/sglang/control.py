@@ -53,7 +53,7 @@ class ContinueFields(Fields):
 
 class MemoryFields(Fields):
     """Fields of `/release_memory_occupation` and `/resume_memory_occupation`. `tags`: None means all memory. The memory
-    of CUDA graphs belongs to the weights.
+    of CUDA graphs is released and allocated together with the weights.
     """
 
     tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(fail_fast=True)] | None = None
@@ -73,7 +73,9 @@ class Control:
         self._lifecycle, self._client, self._names = lifecycle, lifecycle.client, names
 
     async def abort(self, request: Request) -> Response:
-        """End requests. Their answers have the tokens so far. Without a name, do nothing, as SGLang."""
+        """End requests. The answers of ended requests have the tokens so far. Without a name, do nothing, as SGLang
+        does.
+        """
         own = checked(AbortFields, given(read_json(request), set(), {"prefix": (False,)}))
         if own.abort_all:
             await self._client.abort_all()
@@ -114,7 +116,9 @@ class Control:
 
     @changing
     async def flush(self, request: Request) -> Response:
-        """Drop all cached prefixes. Raise HttpError while requests run, because SGLang's clients wait for idleness."""
+        """Drop all cached prefixes. Raise HttpError while requests run, because SGLang's clients use this call to wait
+        until the server is idle.
+        """
         health = await self._lifecycle.report()
         if health.state == "ready" and (num_open := health.requests["open"]):
             text = f"flush_cache: {num_open} requests are running; wait, end them, or pause generation"

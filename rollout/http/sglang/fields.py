@@ -60,8 +60,8 @@ _Rid = Annotated[str, Field(min_length=1, max_length=256)]
 class GenerateFields(Fields):
     """Fields of `/generate`.
 
-    `input_ids` or `text`: the prompt, or a list of prompts. `rid`: name of the request, with which `/abort_request` can
-    end it; a list of prompts takes a list of names, or one name, to which the position of each prompt is added.
+    `input_ids` or `text`: the prompt, or a list of prompts. `rid`: a name for the request, which `/abort_request` uses.
+    For a list of prompts, `rid` is a list of names, or a single name, to which the position of each prompt is appended.
     `logprob_start_len`: the answer has the log-probs of the prompt from this token on; -1 means none. `extra_key`: only
     requests with the same key share cached prefixes. `routed_experts_start_len`: the first token for which the answer
     has routed experts. `lora_path`: the name of a loaded adapter; None means the base weights.
@@ -82,7 +82,7 @@ class GenerateFields(Fields):
 
 
 class CustomParams(Fields):
-    """Fields of `custom_params`. `return_top_p_token_ids`: also return the tokens that the filters left to draw."""
+    """Fields of `custom_params`. `return_top_p_token_ids`: also return the tokens that remained after the filters."""
 
     return_top_p_token_ids: bool = False
 
@@ -109,9 +109,8 @@ async def take_sampling_params(
 ) -> tuple[SamplingParams, int | None, SamplingFields]:
     """Return the sampling parameters of a request, its seed, and its other fields.
 
-    Log-probs refer to the distribution after temperature, without filters, as in SGLang. With
-    `return_top_p_token_ids`, they refer to the distribution after the filters. Raise InvalidRequestError or HttpError
-    if a value is invalid.
+    Log-probs refer to the distribution after temperature, without filters, as in SGLang. With `return_top_p_token_ids`,
+    log-probs refer to the distribution after the filters. Raise InvalidRequestError or HttpError if a value is invalid.
     """
     body = own.sampling_params
     fields = given(body, ignored=set(), off=SAMPLING_OFF, path="sampling_params.")

@@ -51,7 +51,7 @@ class OpenNames:
 
     @contextmanager
     def noted(self, names: list[str], ids: list[str]) -> Iterator[None]:
-        """Keep the names while the context is open."""
+        """Context manager that registers the names of requests until it exits."""
         pairs = [*zip(names, ids, strict=True)]
         for name, id in pairs:
             self._ids[name].add(id)
@@ -66,7 +66,7 @@ class OpenNames:
 
 @dataclass(frozen=True)
 class Scored:
-    """The empty samples of a request that only scores its prompts."""
+    """A source of empty samples, for a request that only scores its prompts."""
 
     task: Task
 
@@ -239,7 +239,7 @@ def _not_loaded(adapter: object) -> HttpError:
 
 def _renamed(error: HttpError) -> HttpError:
     """Return the error with SGLang's names of sampling parameters."""
-    if error.code == "unknown_parameter":  # names the caller's own spelling
+    if error.code == "unknown_parameter":  # this error already names the caller's own spelling
         return error
     if error.code == "model_not_found":
         return _not_loaded(error.value)

@@ -1,4 +1,4 @@
-"""What SGLang's routers and trainers ask about a server: its sizes, its model, its weight version and its load."""
+"""The information that SGLang's routers and trainers request about a server: sizes, model, weight version and load."""
 
 from __future__ import annotations
 

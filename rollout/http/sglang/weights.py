@@ -1,9 +1,10 @@
 """slime's push in two calls: `/pull_weights` stages a weight version while the worker generates, and
-`/update_weights_from_disk` commits it. Without a pull, `/update_weights_from_disk` pushes the checkpoint in a folder.
+`/update_weights_from_disk` commits this version. Without a pull, `/update_weights_from_disk` pushes the checkpoint in a
+folder.
 
 slime copies a version into the folder `local_checkpoint_dir` of each machine, and names this folder in the second call.
-Here the folder only identifies the pull. Nothing is written to it, and nothing is read from it: if its version is not
-staged any more, the commit is refused, because the folder may hold the checkpoint from which slime began.
+Here the folder only identifies the pull. This server neither reads nor writes the folder. If the pulled version is no
+longer staged, the commit is refused, because the folder may contain the checkpoint from which slime began.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ..staging import Staging
 from ..wire import answer, read_json
 
 IGNORED = {"torch_empty_cache", "flush_cache", "token_step"}
-"""Fields of `/update_weights_from_disk` that never change the result. Blocks of old weights never serve new ones."""
+"""Fields of `/update_weights_from_disk` that never change the result. A push always drops cached blocks that were
+computed with the old weights, so `flush_cache` has no effect.
+"""
 OFF: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto", "safetensors"),
     "is_async": (False,),
@@ -39,8 +42,8 @@ class PullFields(Fields):
     """Fields of `/pull_weights`.
 
     `source_dir`: the folder in which the trainer writes a folder `weight_v000123` for each version. A URL is refused,
-    because this front end, which has no list of allowed URLs, would open it. `target_version`: the version to stage.
-    `local_checkpoint_dir`: identifies the pull in `/update_weights_from_disk`.
+    because the front end itself would open it, and the front end has no list of allowed URLs. `target_version`: the
+    version to stage. `local_checkpoint_dir`: identifies the pull in `/update_weights_from_disk`.
     """
 
     local_checkpoint_dir: str
@@ -62,7 +65,9 @@ class FromDiskFields(Fields):
 
 
 def _telling(handle: Callable[[Any, Request], Awaitable[str]]) -> Callable[[Any, Request], Awaitable[Response]]:
-    """Decorator that turns a message, or an error, into SGLang's answer of a push."""
+    """Decorator that converts the message that a handler returns, or the error that it raises, to SGLang's answer for a
+    push.
+    """
 
     @wraps(handle)
     async def tell(self: Weights, request: Request) -> Response:

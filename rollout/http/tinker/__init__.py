@@ -9,8 +9,8 @@
 | `endpoints` | the handlers                                                                                         |
 | `routes`    | the list of paths                                                                                    |
 
-Promises: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. A field that
-this server does not support is refused by name, and so is every path that trains. Each accepted request has exactly one
-outcome, which its client can read more than once. The same request sent again is not generated again. The number of
-unread requests and the memory of their outcomes are bounded.
+Promises: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. An
+unsupported field is refused with an error that names the field. Every path that trains is refused. Each accepted
+request has exactly one outcome, and its client can read the outcome more than once. If a client sends the same request
+again, no new samples are generated. The number of unread requests and the memory of their outcomes are bounded.
 """

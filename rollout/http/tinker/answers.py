@@ -79,7 +79,7 @@ def _tops(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
 
 def _target_logprobs(targets: Targets, scored: np.ndarray) -> bytes:
     """Return a tensor of the form of the request's tensor. `scored`: float32 [num_scored, width], the log-probs of the
-    last rows; the rows before them name no token.
+    last rows of the tensor. The earlier rows name no token.
     """
     logprobs = np.zeros(targets.ids.shape, np.float32)
     logprobs[len(logprobs) - len(scored) :] = scored

@@ -26,11 +26,13 @@ from .fields import IGNORED, Asked, Id, read_sample
 from .promises import Promises
 
 MODEL_PATH = "tinker://"
-"""How the path of a model begins in the Tinker API."""
+"""The prefix of a model's path in the Tinker API."""
 SESSION_LABELS = {"type", "tags", "user_metadata", "sdk_version", "project_id", "display_name"}
 """Fields of `create_session`, which have no effect."""
 INLINE_BYTES = 2**20
-"""Longer answers are told as their size first, if the client accepts that."""
+"""Maximum size, in bytes, of an answer that is sent at once. For a longer answer, the server first returns only the
+size, if the client accepts this.
+"""
 CONCURRENT_REQUESTS = 2000
 """Maximum number of requests that the package `tinker` sends at a time, by its own default."""
 
@@ -51,7 +53,9 @@ class HeartbeatFields(Fields):
 
 
 class RetrieveFields(Fields):
-    """Fields of `retrieve_future`. `allow_metadata_only`: a long answer may be told as its size first."""
+    """Fields of `retrieve_future`. `allow_metadata_only`: for a long answer, the server may first return only the
+    size.
+    """
 
     request_id: Id
     allow_metadata_only: bool = False
@@ -84,7 +88,9 @@ class TinkerEndpoints:
         return answer(told | {"sample_use_retrieve_futures": False, "sample_join_sampling_session": False})
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Return the settings that the package `tinker` reads repeatedly: it may cancel requests."""
+        """Return the settings that the package `tinker` reads repeatedly. The settings allow the package to cancel
+        requests.
+        """
         return answer({"sample_cancel_enabled": True})
 
     async def health(self, request: Request) -> Response:
@@ -115,7 +121,7 @@ class TinkerEndpoints:
         return answer({"type": "session_heartbeat"})
 
     async def begin_sampling_session(self, request: Request) -> Response:
-        """Return the id of a sampling session. The front end keeps nothing of it."""
+        """Return the id of a sampling session. The front end stores no data for sampling sessions."""
         own = checked(SamplingSessionFields, given(read_json(request), IGNORED, {}))
         self._check_model(own)
         id = f"{own.session_id}:{own.sampling_session_seq_id}"
@@ -140,7 +146,7 @@ class TinkerEndpoints:
         return answer({"request_id": id, "sample_sequence_ids": [f"{id}:{i}" for i in range(asked.params.n)]})
 
     async def retrieve(self, request: Request) -> Response:
-        """Return the outcome of a promise, or that its request still runs."""
+        """Return the outcome of a promise, or an answer that says that its request is still running."""
         own = checked(RetrieveFields, given(read_json(request), IGNORED, {}))
         promise = self._promises.find(own.request_id, client_of(request.scope))
         if not await while_present(request.receive, self._promises.wait(promise)):
@@ -155,13 +161,13 @@ class TinkerEndpoints:
         return Response(content, media_type=PROTOBUF)
 
     async def cancel(self, request: Request) -> Response:
-        """End the request of a promise. A request that has ended stays as it is."""
+        """End the request of a promise. No-op if the request has already ended."""
         own = checked(CancelFields, given(read_json(request), IGNORED, {}))
         self._promises.find(own.request_id, client_of(request.scope)).task.cancel()
         return Response(status_code=204)
 
     async def refuse(self, request: Request) -> Response:
-        """Raise HttpError: the path is not one of those that sample."""
+        """Raise HttpError, because the path is not one of the supported paths, which sample and score."""
         raise HttpError(
             400,
             f"{request.url.path[:200]}: is not supported, because this server only samples and scores; train with "
@@ -199,7 +205,9 @@ class TinkerEndpoints:
         return sample_response(asked, group, score)
 
     async def _score(self, asked: Asked) -> ScoreOutput | None:
-        """Return the scores that the request needs, under the model's own distribution; None if it needs none."""
+        """Return the scores that the request asks for, under the model's own distribution; None if it asks for no
+        scores.
+        """
         targets, first = asked.targets, len(asked.prompt) if asked.start is None else asked.start
         wanted: dict[str, Any] = dict(top_logprobs=asked.num_top or None, cache_salt=asked.params.cache_salt)
         if targets is not None:

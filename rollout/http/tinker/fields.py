@@ -25,12 +25,13 @@ OFF: dict[str, tuple[Any, ...]] = {
     "base_model": (),
     "model_path": (),
 }
-"""Fields of `asample` that this server does not support, with their neutral values. The sampling session has the model.
+"""Fields of `asample` that this server does not support, with their neutral values. The model is a setting of the
+sampling session.
 """
 MAX_ID_CHARS = 128
 MAX_CHUNKS = 4096
 MAX_SAMPLES = 4096
-"""The limit for the samples of a request. The ids of all samples are told before the worker sees the request."""
+"""Maximum number of samples of a request. The client gets the ids of all samples before the worker gets the request."""
 TEXT_CHUNK = "encoded_text"
 TOKEN_BYTES = 36
 """Memory of a token id in a list, in bytes."""
@@ -42,14 +43,14 @@ _FAIL_FAST = Field(fail_fast=True)
 
 
 class ChunkFields(Fields):
-    """A part of a prompt. `tokens`: its token ids."""
+    """A part of a prompt. `tokens`: the token ids of the part."""
 
     type: str = TEXT_CHUNK
     tokens: Annotated[list[TokenId], _FAIL_FAST]
 
 
 class PromptFields(Fields):
-    """A prompt: its parts in order."""
+    """A prompt, as a list of parts in order."""
 
     chunks: Annotated[list[ChunkFields], Field(max_length=MAX_CHUNKS, fail_fast=True)]
 
@@ -79,10 +80,10 @@ class SampleFields(Fields):
     """Fields of `asample`.
 
     `sampling_session_id`, `seq_id`: name the request; a request with the same names is the same request. `num_samples`:
-    number of samples. `prompt_logprobs`: the answer has the log-probs of the prompt. `prompt_logprobs_last_n`: only
-    those of the last n tokens. `topk_prompt_logprobs`, `topk_sample_logprobs`: number of most probable tokens per
-    token of the prompt, and per generated token. `target_prompt_logprobs`: token ids to score at each token of the
-    prompt after the first.
+    number of samples. `prompt_logprobs`: the answer has the log-probs of the prompt. `prompt_logprobs_last_n`: the
+    answer has the log-probs of only the last n tokens of the prompt. `topk_prompt_logprobs`, `topk_sample_logprobs`:
+    number of most probable tokens per token of the prompt, and per generated token. `target_prompt_logprobs`: token ids
+    to score at each token of the prompt after the first.
     """
 
     sampling_session_id: Id
@@ -101,9 +102,9 @@ class SampleFields(Fields):
 class Asked:
     """A request for samples and scores.
 
-    `prompt`: its token ids. `start`: the first token of the prompt with a log-prob; None if the answer has no log-probs
-    of the prompt. `num_top`: number of most probable tokens per token of the prompt. `targets`: the token ids to score.
-    `fingerprint`: a digest of the request, by which a retry is recognized.
+    `prompt`: the token ids of the prompt. `start`: the first token of the prompt with a log-prob; None if the answer
+    has no log-probs of the prompt. `num_top`: number of most probable tokens per token of the prompt. `targets`: the
+    token ids to score. `fingerprint`: a digest of the request, by which a retry is recognized.
     """
 
     prompt: list[int]

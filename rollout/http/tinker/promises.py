@@ -4,14 +4,14 @@ A session's id is a capability, a secret text that `create_session` returns. The
 promises begin with the session's id. Owns: digests of the capabilities, the running requests, and their outcomes until
 they have been read. Guarantees:
 
-- An id opens nothing for another user, and a wrong id opens nothing.
-- A promise has exactly one outcome: an answer or an error. The outcome can be read again for `TOLD_SECONDS`, or until
-  the memory is needed.
-- While a promise is kept, the same request sent again belongs to the same promise.
+- An id gives access only to the user of its session. A wrong id gives access to nothing.
+- A promise has exactly one outcome: an answer or an error. After the first read, the outcome can be read again for
+  `TOLD_SECONDS`, or until the memory is needed.
+- If a request is sent again while its promise is kept, the repeated request gets the same promise.
 - At most `max_open_requests` promises are running or unread, and no promise begins while promises use
   `max_session_bytes` or more.
-- A session without requests for `SILENT_SECONDS` (or `session_seconds`, if that is shorter) ends, and its running
-  requests with it. An outcome that is not read within `session_seconds` is dropped.
+- A session that gets no request for `SILENT_SECONDS` (or `session_seconds`, if that is shorter) ends. The session's
+  running requests end with the session. An outcome that is not read within `session_seconds` is dropped.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ..errors import RETRY_AFTER_SECONDS, HttpError, as_http_error
 SILENT_SECONDS = 120.0
 """Time after which a session without requests ends. The package `tinker` sends a heartbeat every 10 s."""
 TOLD_SECONDS = 60.0
-"""Time for which an outcome that was read can be read again."""
+"""Time, in seconds, for which an outcome can be read again after the first read."""
 POLL_SECONDS = 30.0
 """Maximum time for which a poll waits. The package `tinker` waits for 45 s."""
 _MOST_PAUSE = 15.0
 _ID = re.compile(r"(.*):(0|[1-9][0-9]{0,18})")
-"""The id of a sampling session or promise: the id of what it belongs to, and a number."""
+"""The id of a sampling session or of a promise: the id of its session or sampling session, and a number."""
 
 Key: TypeAlias = tuple[int, int]
 """The sampling session's number within its session, and the request's number (`seq_id`)."""
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TinkerSession:
-    """An open session. `client`: the client that began it. `used`: monotonic time of the last request."""
+    """An open session. `client`: the client that began the session. `used`: monotonic time of the last request."""
 
     digest: bytes
     client: Client
@@ -120,8 +120,8 @@ class Promises:
         return found
 
     def sampling_session(self, id: str, client: Client) -> tuple[TinkerSession, int]:
-        """Return the session of a sampling session, and the sampling session's number. Raise HttpError if there is
-        none.
+        """Return the session of a sampling session, and the sampling session's number. Raise HttpError if there is no
+        such sampling session.
         """
         capability, number = _split(id)
         return self.session(capability, client), number
@@ -149,8 +149,8 @@ class Promises:
         promise.task.add_done_callback(lambda _: self._finish(promise))
 
     def find(self, request_id: str, client: Client) -> Promise:
-        """Return a promise. Raise HttpError with status 410 if there is none, so that the client sends the request
-        again.
+        """Return a promise. If there is no such promise, raise HttpError with status 410, which makes the client send
+        the request again.
         """
         id, seq_id = _split(request_id)
         try:
@@ -164,7 +164,7 @@ class Promises:
         return found
 
     async def wait(self, promise: Promise) -> bool:
-        """Wait until a request ends, for up to `POLL_SECONDS`. Return whether it has ended."""
+        """Wait until a request ends, for up to `POLL_SECONDS`. Return whether the request has ended."""
         await asyncio.wait({promise.task}, timeout=POLL_SECONDS)
         return promise.task.done()
 
@@ -244,7 +244,7 @@ class Promises:
 
 
 def _split(id: str) -> tuple[str, int]:
-    """Return the two parts of an id; an empty text and 0 if it has another form."""
+    """Split an id at its number. Return an empty text and 0 for a malformed id."""
     found = _ID.fullmatch(id)
     return (found[1], int(found[2])) if found else ("", 0)
 

@@ -25,8 +25,9 @@ _Target = Annotated[int, Field(ge=NO_TARGET, lt=2**31)]
 class TensorFields(Fields):
     """A tensor of token ids, [len(prompt) - 1, K]; -1 names no token.
 
-    `data`: its elements, row by row. `sparse_crow_indices`, `sparse_col_indices`: in CSR form, the start of each row in
-    `data`, and the column of each element; the other elements are -1.
+    `data`: the elements, row by row. A tensor in CSR form also has `sparse_crow_indices`, the start of each row in
+    `data`, and `sparse_col_indices`, the column of each element of `data`. All elements that `data` does not contain
+    are -1.
     """
 
     data: Annotated[list[_Target], _FAIL_FAST]
@@ -38,8 +39,8 @@ class TensorFields(Fields):
 
 @dataclass(frozen=True)
 class Sparse:
-    """Where the elements of a CSR tensor are. `starts`: int64 [num_rows + 1]. `columns`: int64 [num_elements]. `rows`,
-    `places`: int64 [num_elements], the row and the position within the row of each element.
+    """The positions of the elements of a CSR tensor. `starts`: int64 [num_rows + 1]. `columns`: int64 [num_elements].
+    `rows`, `places`: int64 [num_elements], the row and the position within the row of each element.
     """
 
     starts: np.ndarray
@@ -53,8 +54,8 @@ class Targets:
     """Token ids to score.
 
     `ids`: int32 [len(prompt) - 1, width]; row i belongs to token i + 1 of the prompt, and -1 names no token. `first`:
-    the first row that names a token. `num_columns`: the number K of columns of the tensor. `sparse`: where the elements
-    of a CSR tensor are; None for a dense tensor.
+    the first row that names a token. `num_columns`: the number K of columns of the tensor. `sparse`: the positions of
+    the elements of a CSR tensor; None for a dense tensor.
     """
 
     ids: np.ndarray

@@ -7,9 +7,9 @@
 | `phases` | the update in phases: fetch, start, update, finish                                              |
 | `routes` | the list of paths                                                                               |
 
-vLLM 0.32 updates weights in phases: `/init_weight_transfer_engine` once, then `/start_weight_update`,
-`/update_weights` and `/finish_weight_update` for each version. SkyRL 0.4 calls `/fetch_weights` before them.
+vLLM 0.32 updates weights in phases: `/init_weight_transfer_engine` once, then `/start_weight_update`, `/update_weights`
+and `/finish_weight_update` for each version. SkyRL 0.4 calls `/fetch_weights` before these paths.
 
-Promises: an update serves the whole version that it names, or the worker keeps its weights. No path deserializes
-pickles, or joins a group of NCCL: such requests are refused with what to use instead.
+Promises: after an update, the worker serves either the whole new version or its previous weights. No path deserializes
+pickles or joins an NCCL group. Requests that need either are refused, with an error that names the alternative.
 """

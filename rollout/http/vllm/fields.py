@@ -28,7 +28,7 @@ REFUSED = {
         "/inference/v1/generate"
     ),
 }
-"""Paths of vLLM and SkyRL that are refused, with the reason or what to use instead."""
+"""Paths of vLLM and SkyRL that are refused, with the reason or the alternative."""
 
 
 def _absolute(place: str) -> str:
@@ -47,7 +47,9 @@ class InitFields(Fields):
 
 
 class InitInfo(Fields):
-    """`init_info` of SkyRL's deltas. The fields have no effect: the deltas go straight into the worker's memory."""
+    """The `init_info` that SkyRL sends before updates by deltas. The fields of `init_info` have no effect, because the
+    worker reads the deltas directly into memory.
+    """
 
     base_model_path: str = ""
     local_checkpoint_dir: str = ""
@@ -119,14 +121,16 @@ class LoadFields(Fields):
 
 
 def check_init(body: dict[str, Any]) -> None:
-    """Raise HttpError unless a body of `/init_weight_transfer_engine` needs no transfer between GPUs."""
+    """Raise HttpError if a body of `/init_weight_transfer_engine` requests a transfer between GPUs."""
     info = checked(InitFields, body).init_info
     _refuse_others("init_info", info, InitInfo)
     checked(InitInfo, given(info, set(), {}))
 
 
 def read_update(body: dict[str, Any]) -> VersionInfo | PathInfo:
-    """Return what a body of `/update_weights` names. Raise HttpError if the fields are not supported."""
+    """Return the version or the folder that a body of `/update_weights` names. Raise HttpError if the fields are not
+    supported.
+    """
     info = checked(InfoFields, body).update_info
     kind: type[VersionInfo | PathInfo] = PathInfo if "path" in info else VersionInfo
     _refuse_others("update_info", info, kind)

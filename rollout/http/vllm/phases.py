@@ -1,7 +1,8 @@
 """vLLM's update of weights in phases, and SkyRL's fetch before it.
 
 `/fetch_weights` stages a version of a chain of deltas while the worker generates. `/start_weight_update` begins an
-update, `/update_weights` names the staged version or a folder with a checkpoint, and `/finish_weight_update` serves it.
+update. `/update_weights` names the weights: the staged version, or a folder with a checkpoint. `/finish_weight_update`
+makes the worker serve these weights.
 
 Owns: the update in progress. Promises: until the last phase, the worker serves its previous weights. If a phase fails,
 the update is over. The first phase of a new trainer, `/init_weight_transfer_engine`, ends an update that an earlier
@@ -28,7 +29,9 @@ from .fields import FinishFields, LoadFields, NoFields, PathInfo, VersionInfo, c
 
 @dataclass
 class _Update:
-    """An update that has begun. `named`: what it will serve; None before `/update_weights`."""
+    """An update that has begun. `named`: the version or the folder that the worker will serve; None before
+    `/update_weights`.
+    """
 
     named: VersionInfo | PathInfo | None = None
 
@@ -79,8 +82,8 @@ class Phases:
 
     @changing
     async def update(self, request: Request) -> Response:
-        """Note what the update will serve: a fetched version, or a checkpoint. Without `update_info`, serve the weights
-        in a folder at once, as the path does without vLLM's phases.
+        """Record which weights the update will serve: a fetched version, or a checkpoint. Without `update_info`, serve
+        the weights in a folder at once, as this path does outside of updates in phases.
         """
         queries_of(request, {})
         body = read_json(request)
@@ -101,7 +104,7 @@ class Phases:
 
     @changing
     async def finish(self, request: Request) -> Response:
-        """Serve what the update named."""
+        """Make the worker serve the weights that the update named."""
         own = checked(FinishFields, given(read_json(request), set(), {}))
         update, self._update = self._update, None
         version = version_in(own.weight_version)
@@ -142,7 +145,9 @@ class Phases:
         return answer({"status": "ok", "lora_name": own.lora_name})
 
     async def finish_session(self, request: Request) -> Response:
-        """Accept SkyRL's note that a trajectory has ended, which is meant for its router."""
+        """Accept SkyRL's notification that a trajectory has ended, and ignore it. The notification is meant for SkyRL's
+        router.
+        """
         return answer({"status": "ok"})
 
     def _check_staged(self, named: VersionInfo) -> None:

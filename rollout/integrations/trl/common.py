@@ -33,7 +33,7 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
     """
     if missing := [name for name in _SETTINGS if name not in settings]:
         raise TrlMissingError(untested("trl", f"the trainer's settings no longer have {', '.join(missing)}"))
-    overrides = settings.get("generation_kwargs") or {}  # AsyncGRPOConfig has none
+    overrides = settings.get("generation_kwargs") or {}  # AsyncGRPOConfig has no generation_kwargs
     if refused := [name for name in ("n", "seed", "logprobs") if name in overrides]:
         raise ConfigError(
             f"generation_kwargs must not set {', '.join(refused)}: TRL's own settings and this adapter determine n, "

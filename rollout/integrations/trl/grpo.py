@@ -57,7 +57,7 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
         state, version = trainer.state, trainer.state.global_step + 1  # a worker without pushes serves version 0
         if state is not pushed_state or version != pushed_version:  # a different state means another training run
             model, is_new = trainer.accelerator.unwrap_model(trainer.model), state is not pushed_state
-            publisher.push(model, version, allow_older=is_new)  # another training run counts from 1 again
+            publisher.push(model, version, allow_older=is_new)  # each training run counts versions from 1
             pushed_state, pushed_version = state, version
         params = sampling_params(vars(trainer.args), trainer.eos_token_ids)
         options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}

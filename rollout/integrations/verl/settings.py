@@ -80,7 +80,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
     if fields.get("n", 1) != 1:
         text = f"n: must be 1, because verl takes one sample per request (got {fields['n']})"
         raise InvalidRequestError(text, field="n", value=fields["n"], limit=1)
-    fields.pop("detokenize", None)  # a sample has no text
+    fields.pop("detokenize", None)  # ignored, because samples have no text
     fields["logprobs"] = LOGPROBS_MODES[config.logprobs_mode] if fields.get("logprobs") else None
     fields["return_routed_experts"] = config.enable_rollout_routing_replay
     fields["max_tokens"] = _max_tokens(fields, config, prompt_len)
