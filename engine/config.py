@@ -189,8 +189,8 @@ class EngineConfig(BaseModel):
 
     @property
     def keeps_values(self) -> bool:
-        """Return whether the values of quantized weights have the same bits if they are quantized again. False for
-        `auto`, which may select a format in which they do not.
+        """Return whether quantizing the values of quantized weights again gives the same bits. The result is False for
+        `auto`, because `auto` may select a format without this property.
         """
         return not self.quantization.startswith(("nvfp4", "awq", "auto"))
 

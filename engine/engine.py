@@ -220,7 +220,7 @@ class Engine:
         """Load a named adapter, or replace the adapter with this name, beginning with the next step.
 
         Return the outputs of the steps in flight and of aborted requests. `in_flight`: as in `commit_weights`, for the
-        requests of this adapter. Other requests go on undisturbed, and no cached prefix of theirs is lost.
+        requests of this adapter. All other requests continue, and keep their cached prefixes.
 
         Raise RuntimeError if the engine serves no named adapters, if the weights are incomplete, or if `in_flight` is
         `drain` and any request is unfinished. Raise ValueError if the adapter does not fit into
@@ -401,7 +401,9 @@ class Engine:
             raise RuntimeError(f"{what}: unload the named adapters {self.adapters.names} first")
 
     def _started(self, adapter: Adapter | None = None) -> list[OpenSample | OpenScore]:
-        """Return the samples and scores of the sequences that have started. `adapter`: only those of this adapter."""
+        """Return the samples and scores of the sequences that have started. `adapter`: return only samples and scores
+        of this adapter.
+        """
         started = [each for each in self._scheduler.started() if adapter is None or _is_of(each, adapter)]
         purposes = [sequence.purpose for sequence in started]
         return [entry for each in purposes for entry in ([each] if isinstance(each, OpenScore) else each.samples)]

@@ -11,8 +11,8 @@ of its sequences, so no other step in flight may be drawing one of these tokens.
 sequences among the steps. While steps are in flight, no sequence is preempted. With speculative decoding, only one step
 is in flight.
 
-A step computes sequences of a single adapter. If the scheduler plans sequences of several adapters, their steps are
-queued one after the other, and belong to one turn of the pipeline.
+A step computes sequences of a single adapter. If the scheduler plans sequences of several adapters, the pipeline queues
+one step for each adapter, one after the other. These steps together form one turn of the pipeline.
 
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the steps in flight, decides
 whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not
@@ -247,7 +247,7 @@ class Pipeline:
         self.commit = Commit(0)
         self.experts = ExpertRecorder(executor.routes)
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
-        self._queued = deque[list[_QueuedStep]]()  # one turn each
+        self._queued = deque[list[_QueuedStep]]()  # each entry holds the steps of one turn
         self._grammars, self._drafting = grammars, drafting
 
     def step(self) -> list[Output]:
@@ -335,8 +335,8 @@ class Pipeline:
         return [output for queued in turn for output in self._settle(queued, is_alone=len(turn) == 1)]
 
     def _settle(self, queued: _QueuedStep, is_alone: bool) -> list[Output]:
-        """Wait for a step, and return its outputs. `is_alone`: whether its turn has no other step. The time of other
-        steps is not recorded, because it includes the time of the whole turn.
+        """Wait for a step, and return its outputs. `is_alone`: whether the step is the only step of its turn. If it is
+        not, the step's time is not recorded, because this time includes the whole turn.
         """
         results = queued.computation.wait()
         kept = queued.chunks
@@ -372,8 +372,8 @@ class Pipeline:
 
     def _bound_records(self) -> list[Output]:
         """End the samples and scores with the most record bytes, until the records of open requests are within their
-        limit. No sample may be left that has ended but is still open. A score may be, if its columns of this step are
-        not recorded yet; it then ends with an error like any other.
+        limit. When this method is called, every sample that has ended must already be closed. A score that has ended
+        may still be open, if its columns of this step are not recorded yet. Such a score can also end with an error.
         """
         outputs = list[Output]()
         while (entry := self._ledger.records.take_excess()) is not None:

@@ -163,7 +163,7 @@ LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
 InFlight: TypeAlias = Literal["drain", "recompute", "abort", "keep"]
 """What happens to running requests when weights are committed."""
 SleepInFlight: TypeAlias = Literal["drain", "recompute", "abort"]
-"""What happens to running requests at a sleep. A sleep may release the KV, so it cannot keep it."""
+"""What happens to running requests at a sleep. `keep` is not possible, because a sleep may release the KV."""
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 
 MAX_STOP_STRINGS = 64
@@ -245,12 +245,12 @@ class Distribution(BaseModel):
     """The distribution from which a token is drawn. A temperature and then filters are applied to the model's logits.
 
     `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is chosen. Among
-    equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. Temperatures
-    beyond float32 are infinite, and are refused together with edits that ban tokens. `top_k` (-1: off) keeps the k
-    tokens with the highest logits. Among equal logits, lower token ids win. `top_p` keeps the smallest
-    set of most probable tokens with a total probability of at least p. `min_p` drops tokens with a probability below
-    min_p times the highest probability. The filters apply in the order `top_k`, `top_p`, `min_p`. Each filter sees only
-    the tokens that the previous filter kept.
+    equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. A
+    temperature beyond the range of float32 counts as infinite. An infinite temperature is refused if other parameters
+    ban tokens. `top_k` (-1: off) keeps the k tokens with the highest logits. Among equal logits, lower token ids win.
+    `top_p` keeps the smallest set of most probable tokens with a total probability of at least p. `min_p` drops tokens
+    with a probability below min_p times the highest probability. The filters apply in the order `top_k`, `top_p`,
+    `min_p`. Each filter sees only the tokens that the previous filter kept.
 
     All parameters besides the temperature and the filters edit the logits before the temperature divides them. The
     edits affect a greedy choice, too. `kernels.edits` defines the order and the arithmetic of the edits. The prompt is
@@ -342,7 +342,9 @@ class Distribution(BaseModel):
 
     @model_validator(mode="after")
     def _bans_have_a_finite_temperature(self) -> Distribution:
-        """Beyond float32, a temperature is infinite, and the logit of a banned token divided by it is not a number."""
+        """A temperature beyond float32 is infinite. The logit of a banned token, divided by an infinite temperature,
+        would be NaN.
+        """
         if self.temperature > _MAX_FLOAT32 and (bans := [name for name in self._edits if name in _BANS]):
             text = f"temperature must be at most {_MAX_FLOAT32:.8g} with {bans[0]} (got {self.temperature:g})"
             raise InvalidRequestError(text, field="temperature", value=self.temperature, limit=_MAX_FLOAT32)

@@ -85,8 +85,8 @@ def as_computed(
     """Return the tensor that a module uses as its parameter `leaf`, with the parameter's adapter merged.
 
     If `held` has a dtype, the tensor has this dtype; otherwise it has the dtype of the hidden states x. If `held` has a
-    format, an adapter is added to the values of the quantized matrix, because a worker has only these. The sum is not
-    quantized.
+    format, an adapter is added to the values of the quantized matrix, because a worker has only these values. The sum
+    is not quantized.
     """
     own = held.dtype
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None

@@ -7,7 +7,7 @@ pass also use the backend's ops: rotations, recomputed logits and recomputed inn
 a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all tokens of a chunk
 give the chunk's outputs and final state, without a loop over tokens. Torch differentiates the products of each chunk,
 and therefore keeps one state per chunk instead of one per token. Forward and backward passes disable autocast, which
-would change dtypes inside an op. The caller casts instead.
+would change dtypes inside an op. The caller of an op converts the dtypes instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
 one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's
@@ -95,8 +95,8 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Product(Function):
     """`product` is an op of the backend, called as `product(x, weight, *bias)`: x is [M, K], `weight` is [N, K], and
-    the optional `bias` is [N]. `format`: a format with activations, in which the product quantizes the weight; None for
-    plain products. The gradients are those of plain products.
+    the optional `bias` is [N]. `format`: a format that also quantizes activations (`kernels.dynamic`), in which the
+    product quantizes the weight; None for plain products. The gradients are those of plain products.
     """
 
     @staticmethod
@@ -419,7 +419,7 @@ class _Attention(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, sinks = ctx.saved_tensors  # a checkpointed layer allows only one read
+        *inputs, sinks = ctx.saved_tensors  # read only once, because a checkpointed layer allows only one read
         return None, *_packed_gradients(inputs, sinks, grad, ctx.packed, ctx.spec), None, None
 
 

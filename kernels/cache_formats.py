@@ -18,24 +18,24 @@ value                 code * scale + zero                             number * s
 bytes of D elements   D + 4                                           D + 2
 ====================  ==============================================  ==============================================
 
-The rules that hold for both formats:
+Both formats follow these rules:
 
-- All steps are in float32, each rounded to the nearest, and ties to even. `least` and `most` are the least and the
-  largest element of the vector.
+- All steps are computed in float32. Each step rounds to the nearest number; ties go to even. `least` and `most` are the
+  least and the largest element of the vector.
 - A scale is bounded to 2**-24 ... 65504, the positive range of float16, and then rounded to float16. A zero point is
   bounded to the range of float16 and rounded to float16; then -0.0 becomes 0.0. The codes are computed with the rounded
   scale and zero point.
-- A quotient beyond the codes gets the nearest code (saturation).
-- Products of a code's number and a scale are exact in float32. A value is rounded once by the addition of the zero
-  point, if there is one, and once to the dtype of the model. Values beyond the range of the dtype, which only float16
-  has, become the largest number of the dtype.
+- A quotient outside the range of the codes gets the nearest code (saturation).
+- Products of a code's number and a scale are exact in float32. The addition of the zero point, if there is one, rounds
+  a value once. The conversion to the dtype of the model rounds the value once more. Values beyond the range of the
+  dtype, which only float16 has, become the largest number of the dtype.
 - If any element of a vector is NaN or infinite, all of its values are NaN: the scale and the zero point are NaN, and
   all codes are 0. Tokens that attend to such a vector get NaN; no other token is affected.
 - In latent attention, the latent row and the rotated key are two vectors. The values of attention are the values of
   the latent row.
 
-Recurrent states, and the cache of the module for multi-token prediction, on which no bit of a sample depends, are not
-quantized.
+Recurrent states are not quantized. The cache of the module for multi-token prediction, which affects no bit of a
+sample, is not quantized either.
 
 Owns no memory.
 """

@@ -1,6 +1,6 @@
 """Quantized matrices as rows of bytes, for the backends `triton` and `reference`.
 
-A row of a matrix takes whole units of 32 bytes. It holds, one after the other:
+A row of a matrix takes whole units of 32 bytes. A row holds, one after the other:
 
 - the codes, padded to a multiple of 16 bytes: one byte for each column; or, for codes of 4 bits, one byte for each two
   columns, with the left column's code in the lower half;
@@ -105,7 +105,7 @@ class CodedWeight:
             self.data.copy_(source.data)
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Raise ValueError, unless there are no elements."""
+        """Raise ValueError if there are elements to write, because a quantized matrix takes only whole rows."""
         refuse_elements(self.format, index)
 
     def narrow(self, dim: int, start: int, length: int) -> CodedWeight:

@@ -479,8 +479,8 @@ def full_rows_of(weight: Any) -> int:
 
 
 def as_weight(ops: Backend, matrix: Tensor, format: Format | None = None) -> Weight:
-    """Return a copy of a matrix [rows, columns] in the memory layout of the backend, and in a format of the backend
-    that quantizes each row by itself; None for a plain copy.
+    """Return a copy of a matrix [rows, columns] in the memory layout of the backend. `format`: a format of the backend
+    that quantizes each row separately; None for a plain copy.
     """
     rows, columns = matrix.shape
     weight = ops.new_weight(rows, columns, matrix.new_empty, format)
@@ -500,7 +500,8 @@ class Backend(Protocol):
     latent attention. FORMATS: the names of the formats of quantized matrices that the backend stores. The embeddings,
     the head, routers, the scores of shared experts, and the matrices of `head_linear` are never quantized.
     CACHE_FORMATS: the names of the formats (`kernels.cache_formats`) in which the backend stores keys and values as
-    codes. A backend with such formats also HOLDS_VALUES. FUSES_EDITS: whether the backend is an `EditingBackend`.
+    codes. In a backend with such formats, HOLDS_VALUES is true. FUSES_EDITS: whether the backend is an
+    `EditingBackend`.
     """
 
     HEAD_SECTION: int
@@ -538,7 +539,8 @@ class Backend(Protocol):
         dtype of `empty(0)`, and its memory comes from `empty(*shape, dtype=torch.uint8)`. Its `copy_` quantizes a
         tensor (`quantization.quantize`, with this `unit`), and also stores a `Quantized` of the format. Its `put_`
         raises ValueError. A product with the matrix has the bits of the product with the plain matrix of its values
-        (`Weight.to_dense`), unless the format has activations: such a product is defined in `kernels.dynamic`.
+        (`Weight.to_dense`), unless the format also quantizes activations. `kernels.dynamic` defines the product for
+        such formats.
         """
         ...
 
@@ -552,8 +554,8 @@ class Backend(Protocol):
         ...
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Return weight + scale * (b @ a) in weight's dtype, for weight [N, K], b [N, R] and a [R, K]. All are plain
-        tensors.
+        """Return weight + scale * (b @ a) in weight's dtype, for weight [N, K], b [N, R] and a [R, K]. All arguments
+        are plain tensors.
 
         The computation is in float32. For each element, the sum starts at 0, and the rounded products are added one by
         one, in ascending order of their index along R. The sum of the products is multiplied by `scale`, rounded to
@@ -630,8 +632,8 @@ class Backend(Protocol):
         ...
 
     def back_sums(self, x: Tensor, weight: Weight, pieces: Pieces, peaks: Tensor | None = None) -> Tensor:
-        """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single
-        piece is summed as a piece, which may give other bits than `linear`.
+        """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. If there is only one
+        piece, it is also summed as a piece, so the bits may differ from the bits of `linear`.
 
         `peaks` (float32 [M]): if the product quantizes activations and x has only some columns of each row, the peaks
         of the whole rows (`dynamic.row_peaks`).
@@ -713,7 +715,7 @@ class Backend(Protocol):
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (cosines, sines) of the angles. Both are float32 [M, P], and include the factor `scale`.
+        """Return (cosines, sines) of the angles. Cosines and sines are float32 [M, P], and include the factor `scale`.
 
         Each angle is the float32 product of a position in `positions` (int64 [M]) and a frequency in `inv_freq`
         (float32 [P]).
@@ -751,7 +753,7 @@ class Backend(Protocol):
         A cache has shape [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend. In
         latent attention, a row of v holds the first elements of the same row of k. Caches of codes, which `new_caches`
         allocates, have the dtype of their format and rows of `CacheFormat.row_bytes`; they receive the codes of k and
-        v, and attention over them has the bits of attention over plain caches with the values of the codes.
+        v. Attention over caches of codes has the bits of attention over plain caches with the values of the codes.
         """
         ...
 

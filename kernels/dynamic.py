@@ -1,17 +1,17 @@
 """Products with quantized activations: formats with `Format.activations`, such as `int8_dynamic` and `fp8_dynamic`.
 
-A product of x [M, K] with a quantized matrix first quantizes each row of x, which is a token, by itself. With L for the
+A product of x [M, K] with a quantized matrix first quantizes each row of x separately. A row is a token. L is the
 largest number of the kind `Format.activations` (`LARGEST`: 127 for `int8`, 448 for `e4m3`):
 
 - The peak of a row is its largest magnitude. The row's scale is peak / L, rounded to float32, and bounded to
   [`LEAST_SCALE`, `MOST` / L] (`kernels.quantization`). The quotients of the elements and the scale are rounded to
-  float32, and then to the nearest number of the kind. Ties go to the number with an even code. So the numbers are from
-  -L to L, and a row of zeros has zeros.
+  float32, and then to the nearest number of the kind. Ties go to the number with an even code. The numbers are
+  therefore from -L to L, and a row of zeros is quantized to zeros.
 - If an element is NaN or infinite, the scale is NaN, and all results of the row are NaN. Other rows are not affected.
 
 The products of the row's numbers and the matrix's numbers are summed over K, to a float32 number:
 
-- `int8`: the exact sum of integers, rounded once. No order of additions exists.
+- `int8`: the exact sum of integers, rounded once. The order of the additions does not matter.
 - `e4m3`: the `back_sums` that the same backend computes for plain matrices of these numbers. The dtype of x represents
   all numbers exactly.
 
@@ -19,13 +19,14 @@ The float32 result is
 
     (the sum) * (the scale of the matrix's row) * (the row's scale)
 
-from left to right, and rounded to float32 after each step. The result takes the place of the float32 sum of a plain
-product: it is a `back_sums` or a piece of one, or the bias is added to it, and it is rounded to the dtype of x.
+from left to right, and rounded to float32 after each step. The result replaces the float32 sum of a plain product. In
+`back_sums`, the result is the sum, or the sum of one piece. In other ops, the bias is added to the result, and the
+total is rounded to the dtype of x.
 
-A product with some of the columns uses the scales of the whole rows, so every op quantizes a row once.
+A product with only some columns of x uses the scales of the whole rows, so every op quantizes a row once.
 
-The values of the matrix alone are those of the same format without activations, so `Weight.to_dense` and the backward
-pass of a trainer have a plain matrix.
+The matrix itself has the same values as in the same format with plain activations, so `Weight.to_dense` and the
+backward pass of a trainer have a plain matrix.
 
 Owns no memory. Source: LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339) for scales of tokens.
 """
@@ -71,8 +72,8 @@ def row_peaks(x: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, format: Format, peaks: Tensor | None = None) -> CodedRows:
-    """Quantize each row of x [M, K] as a format with activations requires. `peaks`: the peaks of rows of which x has
-    only some columns; None for whole rows.
+    """Quantize each row of x [M, K] as a format with quantized activations requires. `peaks`: the peaks of rows of
+    which x has only some columns; None for whole rows.
     """
     assert format.activations is not None, f"a format with plain activations (got {format})"
     peaks, largest = row_peaks(x) if peaks is None else peaks, LARGEST[format.activations]
@@ -82,8 +83,8 @@ def quantize_rows(x: Tensor, format: Format, peaks: Tensor | None = None) -> Cod
 
 
 def coded_product(rows: CodedRows, weight: Quantized, plain_sums: Sums) -> Tensor:
-    """Return the float32 product [M, N] of quantized rows and a quantized matrix [N, K]. `plain_sums`: those of the
-    backend.
+    """Return the float32 product [M, N] of quantized rows and a quantized matrix [N, K]. `plain_sums`: the backend's
+    function for plain sums.
     """
     sums = _exact_sums if weight.format.activations == "int8" else plain_sums
     out = rows.numbers.new_empty(len(rows.numbers), weight.shape[0])

@@ -17,9 +17,9 @@ from .stacks import Stack
 def copy_of(weight: Any, device: torch.device) -> Any:
     """Return a copy of a weight, in memory of its own.
 
-    A quantized weight keeps its codes, or its rounded values where it has no codes, so the copy takes as much memory as
-    the weight. Written back with `copy_`, it gives the same bits; values that are quantized again may give others.
-    The copy of a plain weight is a tensor on `device`.
+    The copy of a quantized weight holds the weight's codes, or its rounded values if the weight has no codes, so the
+    copy takes as much memory as the weight. Writing the copy back with `copy_` gives the same bits. Quantizing values
+    again might give other bits. The copy of a plain weight is a tensor on `device`.
     """
     if format_of(weight) is None:
         return weight.to_dense().to(device, copy=True)

@@ -62,7 +62,7 @@ return the two matrices of latent attention's heads.
 
 Attend: TypeAlias = Callable[[Tensor, Any, Any], Tensor]
 """attend(hidden, spec, weights): return the heads' outputs [M, heads * D] for hidden states [M, H]. The spec and the
-weights are those of an attention or of a latent attention.
+weights belong to an attention or to a latent attention.
 """
 
 Recur: TypeAlias = Callable[..., Tensor]

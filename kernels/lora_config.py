@@ -18,8 +18,8 @@ KINDS = frozenset(
         *("use_qalora", "velora_config", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"),
     }
 )
-"""Fields that enable modules with their own classes or variants in PEFT. A live model shows them in its modules. In the
-config of a saved adapter, each of these fields must be empty.
+"""Fields that enable modules with their own classes or variants in PEFT. In a live model, the modules show whether
+these fields are used. In the config of a saved adapter, each of these fields must be empty.
 """
 INERT = frozenset(
     {

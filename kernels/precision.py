@@ -2,11 +2,10 @@
 
 `quantization` names a format of `kernels.quantization`, such as `fp8`, and optionally the weights: `fp8` quantizes the
 matrices of all attentions, recurrences, MLPs and experts, and `fp8:experts` only the stacked matrices of experts. With
-a format that has activations, such as `int8_dynamic`, products with these matrices also quantize their activations
-(`kernels.dynamic`), except with the parts `k_up` and `v_up` of latent attention.
-Embeddings, the head, routers, the gates of recurrences, norms, biases, convolutions and vision towers keep the dtype of
-the model. `none` quantizes nothing. `kv_cache_dtype` names a format of `kernels.cache_formats` for keys and values;
-`auto` is the dtype of the model.
+some formats, such as `int8_dynamic`, products with these matrices also quantize their activations (`kernels.dynamic`).
+The products with `k_up` and `v_up` of latent attention do not. Embeddings, the head, routers, the gates of recurrences,
+norms, biases, convolutions and vision towers keep the dtype of the model. `none` quantizes nothing. `kv_cache_dtype`
+names a format of `kernels.cache_formats` for keys and values; `auto` is the dtype of the model.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def _check_columns(spec: DecoderSpec) -> None:
 
 
 def keeps_values(setting: str) -> bool:
-    """Return whether the values of quantized weights have the same bits if they are quantized again."""
+    """Return whether quantizing the values of quantized weights again gives the same bits."""
     return setting.removesuffix(EXPERTS_SUFFIX) not in ("nvfp4", "awq")
 
 

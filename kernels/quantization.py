@@ -3,15 +3,15 @@
 A format divides a matrix [R, C] into blocks. An element is stored as a code of 8 or 4 bits, which stands for a number.
 The elements of a block share a scale. The value of an element is the float32 product of its number and its scale,
 rounded to the dtype of the model (`Quantized.values`). A product with a quantized matrix has the bits of the product
-with the matrix of these values, unless the format has activations (`kernels.dynamic`). Worker and trainer therefore
-agree if both quantize the same matrix (`quantize`): the worker stores codes and scales, and the trainer computes with
-the values.
+with the matrix of these values, unless the format also quantizes activations (`kernels.dynamic`). Worker and trainer
+therefore agree if both quantize the same matrix (`quantize`): the worker stores codes and scales, and the trainer
+computes with the values.
 
-docs/low_precision.md has the table of the formats. The rules that hold for all of them:
+docs/low_precision.md has the table of the formats. All formats follow these rules:
 
 - Scales are computed and applied in float32. A quotient is rounded to float32 before it is rounded to a number.
-- Numbers are rounded to the nearest, and ties to the number with an even code. Numbers beyond the largest one are
-  stored as the largest one (saturation).
+- Quotients are rounded to the nearest number. Ties go to the number with an even code. Numbers beyond the largest one
+  are stored as the largest one (saturation).
 - A float32 scale is at least 2**-126, so a block of zeros has a scale that is not 0. The value of the largest number is
   at most (1 - 2**-22) * 2**128, which is finite.
 - NaN and infinite elements are refused.
@@ -45,7 +45,8 @@ _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).fl
 _E8M0_VALUES = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
-# A magnitude is rounded up past each bound. An even code wins a tie, so a bound belongs to the even code's side.
+# A magnitude above a bound is rounded up. A magnitude equal to a bound is a tie: it is rounded up if the flag is True,
+# because the upper code is then even.
 _E2M1_BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 SCALE_DTYPES: dict[Scale, torch.dtype] = {
     "float32": torch.float32,
@@ -88,7 +89,9 @@ class Format:
         return SCALE_DTYPES[self.scale].itemsize
 
     def stores(self, other: Format) -> bool:
-        """Return whether the codes and scales of another format are those of this format: only activations differ."""
+        """Return whether another format has the same codes and scales, so that the formats differ at most in
+        activations.
+        """
         return replace(self, name=other.name, activations=other.activations) == other
 
     def group(self, columns: int) -> int:
@@ -212,10 +215,10 @@ def join(parts: list[Quantized], dim: int) -> Quantized:
 def quantize(matrix: Tensor, format: Format, unit: int | None = None) -> Quantized:
     """Quantize a matrix [R, C] of finite numbers.
 
-    `unit`: the matrix consists of matrices with this many rows, one below the other, and blocks of several rows begin
-    anew in each of them. With activations of the kind `e4m3`, the values in the matrix's dtype are quantized again, and
-    the result has the codes of this second pass, so that the values alone determine the codes. Raise ValueError for NaN
-    and infinite elements, and for elements that are too large for scales in float16.
+    `unit`: the number of rows of each of the stacked matrices that form the matrix. No block contains rows of two
+    stacked matrices. None: a single matrix. With activations of the kind `e4m3`, the values in the matrix's dtype are
+    quantized a second time. The result has the codes of the second pass, so that the codes depend on the values alone.
+    Raise ValueError for NaN and infinite elements, and for elements that are too large for scales in float16.
     """
     found = join([_quantize_rows(part, matrix, format) for part in _slices(matrix.detach(), unit)], 0)
     if format.activations != "e4m3" or not _may_lose_codes(found, matrix.dtype):
@@ -279,7 +282,7 @@ def refuse_elements(format: Format, index: Tensor) -> None:
 
 
 def _may_lose_codes(found: Quantized, dtype: torch.dtype) -> bool:
-    """Return whether rounding `e4m3` values to the dtype may bring one nearer to another number.
+    """Return whether rounding an `e4m3` value to the dtype may move the value nearer to another number.
 
     This is possible only if the least distance of two values, scale * 2**-9, is near the smallest number of the dtype.
     """
@@ -355,7 +358,7 @@ def divided(tensor: Tensor, number: float) -> Tensor:
 
 
 def _over_rows(peaks: Tensor, count: int) -> Tensor:
-    """Replace each row [R, G] by the largest values of the `count` rows around it."""
+    """Replace each row of peaks [R, G] by the largest values in its block of `count` rows."""
     padded = torch.nn.functional.pad(peaks, (0, 0, 0, -len(peaks) % count))
     return padded.unflatten(0, (-1, count)).amax(1).repeat_interleave(count, 0)[: len(peaks)]
 

@@ -11,9 +11,9 @@ of all sections. Every rank therefore has the same hidden states, routes and tok
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
 subtree of its own pieces in float32. A product that quantizes activations first needs the largest magnitude of each
-row, which the ranks exchange (`dynamic.row_peaks`). The sums of the ranks are then added as the rest of the balanced
-binary tree. Every rank adds all rows, or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits
-therefore do not depend on the number of ranks. `Exchange` only moves bytes.
+row, which the ranks exchange (`dynamic.row_peaks`). The sums of the ranks are then added as the upper levels of the
+balanced binary tree. Every rank adds all rows, or, for large tensors, each rank adds a share of the rows
+(`Exchange.add`). Bits therefore do not depend on the number of ranks. `Exchange` only moves bytes.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Exchange(Protocol):
 
 
 Finish: TypeAlias = Callable[[Tensor, int], Tensor]
-"""finish(total, start): return what a layer makes of the sums `total` [rows, N], which begin with row `start`. Each row
-of the result [rows, N] depends on the same row of `total` only.
+"""finish(total, start): return the result that a layer computes from the sums `total` [rows, N], which begin with row
+`start`. Each row of the result [rows, N] depends on the same row of `total` only.
 """
 
 
@@ -199,8 +199,8 @@ def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
 
 
 def _below(*parts: Slice) -> Slice:
-    """Return the rows of a tensor that consists of several tensors, one below the other. `parts`: for each of the
-    stacked tensors, the rows to return.
+    """Return the rows of a tensor that consists of several tensors, one below the other. `parts`: the rows to return of
+    each stacked tensor.
     """
     starts = accumulate((part.total for part in parts), initial=0)
     ranges = [(first + start, n) for first, part in zip(starts, parts, strict=False) for start, n in part.ranges]

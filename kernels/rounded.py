@@ -48,7 +48,7 @@ class RoundedWeight:
         self.plain.copy_(source.values().to(self.dtype))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Raise ValueError, unless there are no elements."""
+        """Raise ValueError if there are elements to write, because a quantized matrix takes only whole rows."""
         refuse_elements(self.format, index)
 
     def narrow(self, dim: int, start: int, length: int) -> RoundedWeight:

@@ -719,9 +719,9 @@ class DecoderSpec:
     belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `tower`: the vision tower beside the
     decoder, or None. `serves_tower`: whether the tower belongs to the decoder; otherwise, its tensors in a checkpoint
     are ignored. `beside`: the prefixes of the names (after `renamed`) of the tensors of an unsupported tower. The
-    tensors of an unsupported tower are ignored, and an aligned model refuses images. `quantization`: the setting by
-    which `held` has formats (see `kernels.precision`). `kv_cache_dtype`: the setting by which the layers have a
-    `cache_format` (see `kernels.cache_formats`).
+    tensors of an unsupported tower are ignored, and an aligned model refuses images. `quantization`: the setting that
+    determined the formats in `held` (see `kernels.precision`). `kv_cache_dtype`: the setting that determined the
+    `cache_format` of the layers (see `kernels.cache_formats`).
     """
 
     architecture: str

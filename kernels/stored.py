@@ -1,7 +1,7 @@
-"""How the matrices of a checkpoint are stored, which config.json says in `quantization_config`.
+"""How the matrices of a checkpoint are stored, according to `quantization_config` in config.json.
 
-The map comes from a file that may be untrusted: each entry is compared with the entries of a table, and nothing in the
-map is interpreted in any other way. The layers that the map excludes are not read from it, because the tensors of the
+The file may be untrusted. Each entry of `quantization_config` is therefore only compared with the entries of a table,
+and is not interpreted in any other way. The entry that lists excluded layers is not read, because the tensors in the
 files show which matrices are quantized. Owns nothing.
 
 Sources: the configurations of transformers (`fp8`, `mxfp4`), AutoAWQ 0.2, compressed-tensors 0.20 and ModelOpt 0.40.

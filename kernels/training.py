@@ -304,7 +304,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _of_layers(model: Any, of_spec: Callable[[DecoderSpec], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `of_spec` returns for the roles of weights, by the names of the weights.
+    """Call `of_spec` for the roles of weights, and return its results by the names of the weights.
 
     Return {} for a model that no worker serves.
     """
@@ -433,9 +433,9 @@ def token_experts(
     """Return, for each token, the experts that an aligned model chooses.
 
     The result is int32 [*input_ids.shape, layers with experts, experts per token]. The experts of each token are in
-    ascending order. Padding has 0. A worker with the same arithmetic chooses the same experts, and `token_log_probs`
-    accepts these experts. The other arguments are documented at `token_log_probs`. Raise AlignmentError in the same
-    cases as `token_log_probs`, and for a model without experts.
+    ascending order. The entries of padding are 0. A worker with the same arithmetic chooses the same experts, and
+    `token_log_probs` accepts these experts. The other arguments are documented at `token_log_probs`. Raise
+    AlignmentError in the same cases as `token_log_probs`, and for a model without experts.
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
@@ -500,8 +500,8 @@ def _ask_of_tokens(
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float, HeadSpec, Processing | None], Any],
     target_ids: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
-    """Return the indices, in the flattened `input_ids`, of the tokens to score, and the result of `what` for these
-    tokens, passed through `_sealed`.
+    """Return two values: the indices of the tokens to score in the flattened `input_ids`, and the result of `what` for
+    these tokens, passed through `_sealed`.
 
     `what`: `GradientOps.log_probs`, or a function with the same arguments.
     """

@@ -89,7 +89,7 @@ class _TrainedPart(NamedTuple):
         return self.module(x, inside)
 
     def idle(self, x: Tensor) -> Tensor:
-        """Call the part's module without rows: x has shape [0, n], and so has the result, which has the dtype of the
+        """Call the part's module without rows: x and the result have shape [0, n]. The result has the dtype of the
         parameters.
         """
 

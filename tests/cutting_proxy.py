@@ -1,5 +1,5 @@
 """A proxy that cuts the connection of each request with a given header, after the server has begun to answer. By
-default these are the first tries of requests.
+default, it cuts each request's first try, and no retries.
 """
 
 from __future__ import annotations

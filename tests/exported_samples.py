@@ -22,8 +22,8 @@ def assert_same_bits(sample: Sample, other: Sample) -> None:
 
 
 def assert_scored(sample: Sample, client: RolloutClient) -> None:
-    """The worker computes the same log-probs for the tokens of the sample as one sequence, and the mask has the tokens
-    of the turns.
+    """Check that the worker computes the same log-probs for the sample's tokens as one sequence, and that the mask has
+    the tokens of the turns.
     """
     [score] = client.score([sample["token_ids"]], 1.0)
     mask = np.array(sample["mask"]) == 1
@@ -36,8 +36,8 @@ def assert_scored(sample: Sample, client: RolloutClient) -> None:
 
 
 def assert_continued(sample: Sample, answers: Sequence[Any]) -> None:
-    """Each prompt begins with the previous prompt and its answer, and the sample has the tokens and log-probs of all
-    answers. `answers`: chat completions with token ids and log-probs.
+    """Check that each prompt begins with the previous prompt and its answer, and that the sample has the tokens and
+    log-probs of all answers. `answers`: chat completions with token ids and log-probs.
     """
     assert len(answers) == len(sample["turns"]) > 1
     for answer, turn in zip(answers, sample["turns"], strict=True):

@@ -27,7 +27,7 @@ NUM_ALONE = 3
 @dataclass
 class ForeignServer:
     """A running server. `num_asks`: number of requests that an audit sends under one condition. `num_together`: number
-    of requests in company: the server answers none before all have arrived.
+    of requests that an audit sends together; the server answers none of them before all have arrived.
 
     Faults: `dtype` is the engine's dtype. `told`: the distribution of the log-probs. `shifted`: the requests for which
     the server moves each log-prob to the next float32. `keeps_salts` False: all requests share cached prefixes.

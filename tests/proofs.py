@@ -1,7 +1,8 @@
 """What the tests prove of each family of models: which claim, on which backend, and in which dtype.
 
-A test says so with the mark `proves`. This module is a pytest plugin, loaded by `conftest`. It reads the marks of the
-tests that every run of `make test` includes. `.ci/support.py` writes them into the table in docs/support.md.
+A test states its claims with the mark `proves`. This module is a pytest plugin, loaded by `conftest`. It reads the
+marks of the tests that every run of `make test` includes. `.ci/support.py` writes them into the table in
+docs/support.md.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def proves(
     """Mark a test that proves these `CLAIMS` about a family.
 
     `family`: tiny models by name; with `vision`, models of `vision_models`. `backend`, `dtype`: as for a worker. Each
-    is one name, several, or a function that returns these and gets the parameters of a cell of the test by name. By
-    default, they are the parameter that names a model, and the parameters `backend` and `dtype`.
+    argument is one name, several names, or a function that returns names. The function gets the parameters of a cell of
+    the test, by name. By default, the names are the values of the parameter that names a model, and of the parameters
+    `backend` and `dtype`.
     """
     assert CLAIMS.keys() >= {*claims}
     return pytest.mark.proves(claims, family, backend, dtype, vision)
@@ -127,7 +129,7 @@ def table(proofs: Iterable[Proof]) -> str:
 
 
 def _cell(found: dict[str, set[str]]) -> str:
-    """Return the backends, with those of the same dtypes together."""
+    """Return the backends, grouped by their dtypes."""
     together = defaultdict(list[str])
     for backend in sorted(found):
         dtypes = [short for dtype, short in _SHORT.items() if dtype in found[backend]]

@@ -1,6 +1,6 @@
 """Recorded answers of models, from the fixtures of the package canitoolcall (Apache-2.0), as marked text.
 
-`python tests/recorded_answers.py` prints what is read from them, by family and half, and each miss.
+`python tests/recorded_answers.py` prints the results of the parser, by family and half, and each miss.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def as_result(answer: Answer) -> ParseResult:
 
 @dataclass
 class Count:
-    """Counts over recorded answers. `expected`: well-formed answers. `calls`, `texts`: those with the right calls, and
-    with the right content and reasoning. `malformed`, `no_call`: malformed answers, and those without a call. `misses`:
-    what is wrong, by answer.
+    """Counts over recorded answers. `expected`: well-formed answers. `calls`, `texts`: answers with the right calls,
+    and answers with the right content and reasoning. `malformed`, `no_call`: malformed answers, and those without a
+    call. `misses`: what is wrong, by answer.
     """
 
     expected: int = 0

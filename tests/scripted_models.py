@@ -14,8 +14,8 @@ _SHARED, _FOLLOWS = 20.0, 160.0
 
 
 def give_texts(folder: Path, texts: Mapping[int, str]) -> None:
-    """Give tokens other texts in the vocabulary, where the text of each must be `<ID>`. `Ġ` stands for a space, and `Ċ`
-    for a line break, as in all byte-level vocabularies.
+    """Give tokens other texts in the vocabulary. The old text of each token must be `<ID>`. `Ġ` stands for a space, and
+    `Ċ` for a line break, as in all byte-level vocabularies.
     """
     words = (folder / "tokenizer.json").read_text()
     for token_id, text in texts.items():
@@ -25,11 +25,12 @@ def give_texts(folder: Path, texts: Mapping[int, str]) -> None:
 
 
 def prefer(folder: Path, token_ids: Sequence[int], logit: float, end: int | None = None) -> None:
-    """Change the weights of a tiny model such that the logits of these tokens are about `logit`, and others near 0.
+    """Change the weights of a tiny model such that the logits of these tokens are about `logit`, and all other logits
+    are near 0.
 
     `end`: a token with the logit `logit + 1` after one of `token_ids`, and 0 after other tokens, so that no answer is
-    empty. All embeddings share a large element, so all hidden states share it too; those of `token_ids` have another
-    one. The head reads these elements.
+    empty. All embeddings share a large element, so all hidden states share this element too. The embeddings of
+    `token_ids` have a second large element. The head reads both elements.
     """
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][:, 0] = _SHARED

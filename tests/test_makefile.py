@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def make_python(root: Path, name: str, version: str) -> str:
-    """Write a Python that reports `version`, and otherwise behaves as the one of the tests. Return its path."""
+    """Write a Python that reports `version`, and otherwise behaves like the Python of the tests. Return its path."""
     minor = version.split(".")[1]
     program = root / "bin" / name
     fake = f"import sys; sys.version_info = (3, {minor}, 0); "

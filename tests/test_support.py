@@ -28,7 +28,7 @@ SCRIPT = ROOT / ".ci" / "support.py"
 
 @pytest.fixture(scope="module")
 def proven(pytestconfig: pytest.Config) -> str:
-    """The table. A run of a part of the tests collects the others in a process of its own."""
+    """The table. If a run includes only some tests, a separate process collects all other tests."""
     proofs, files = pytestconfig.stash[COLLECTED]
     is_whole = files >= marked_files() and not any("::" in argument for argument in pytestconfig.args)
     if is_whole:

@@ -158,7 +158,7 @@ _GRANITE: dict[str, Any] = dict(
     logits_scaling=0.7,
     tie_word_embeddings=False,
 )
-# No two factors are equal, so that one in the place of another changes the results.
+# No two factors are equal, so that a factor in the wrong place changes the results.
 _FALCON: dict[str, Any] = dict(
     head_dim=16,
     mamba_d_ssm=96,

@@ -1,14 +1,14 @@
 """The host tier: which slots of host memory hold the content of blocks and state checkpoints that left the device.
 
 When the device reuses a cached block, the block's content is copied to a slot. The entry of the prefix index then names
-the slot in place of the block, so the same lookup finds it: by epoch, hash, token ids, extra identity and parent.
-Before a sequence resumes after such an entry, the slot's content is copied to a fresh block. A block's content is
-therefore either on the device or on the host. A checkpoint is copied to a running sequence's own slot of the device,
+the slot in place of the block. A lookup finds the entry as before: by epoch, hash, token ids, extra identity and
+parent. Before a sequence resumes after such an entry, the slot's content is copied to a fresh block. A block's content
+is therefore either on the device or on the host. A checkpoint is copied to a running sequence's own slot of the device,
 and stays on the host.
 
-A place is the address of a slot: slot s has the place -1 - s. Blocks have addresses of at least 0. Every copy is a pair
-(source, destination) of addresses. Copies are made in their order, before the next step computes. A slot can therefore
-be reused as soon as the copy that reads the slot is listed.
+A place is the address of a slot: slot s has the place -1 - s. The addresses of blocks are never negative. Every copy is
+a pair (source, destination) of addresses. The copies are made in the order of the list, before the next step computes.
+A slot can therefore be reused as soon as the copy that reads the slot is in the list.
 
 This module does not own the memory of the slots (`host_memory`) or the entries (`prefix_cache`).
 
@@ -72,7 +72,7 @@ class HostTier(Generic[Owner]):
         self.num_restored += 1
 
     def release(self, group: int, place: int) -> None:
-        """End a `hold`. The slot becomes the most recently used one."""
+        """Allow a held slot to be reused again. The slot becomes the most recently used slot."""
         self.pools[group].release([~place])
 
     def drop(self, group: int, place: int) -> None:

@@ -72,7 +72,7 @@ class LendableArena(HostArena):
             self.withdraw()
 
     def set_aside(self) -> bool:
-        """Return False, because each push lends new memory."""
+        """Return False (not supported), because each push lends new memory."""
         return False
 
 
@@ -90,7 +90,7 @@ class BorrowedArena(HostArena):
         advise(self._memory.data_ptr(), self._memory.nbytes, _POPULATE_READ)
 
     def set_aside(self) -> bool:
-        """Return False, because each push borrows other memory."""
+        """Return False (not supported), because each push borrows other memory."""
         return False
 
 

@@ -90,7 +90,8 @@ class Arena(ABC):
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
     def tensor(self, index: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Return the tensor that was allocated as number `index`, counted from 0, with the same memory.
+        """Return tensor number `index` in the order of allocation, counted from 0. The result shares the arena's
+        memory.
 
         Raise ValueError if the tensor has another size.
         """
@@ -106,7 +107,7 @@ class Arena(ABC):
 
     def take(self, other: Arena) -> None:
         """Move the content of another arena into this one. After this call, the other arena's content is undefined. If
-        pages were moved, the other arena has this arena's pages.
+        pages were moved, the other arena now has the former pages of this arena.
 
         Raise ValueError unless both arenas have tensors of the same sizes in the same order.
         """
@@ -129,7 +130,7 @@ class Arena(ABC):
 
     def set_aside(self) -> bool:
         """Give up the content, but keep the memory for new content. The system may take the memory back before it is
-        written again. Return False, and change nothing, if this arena does not support this.
+        written again. Return False, and change nothing, if this arena does not support the operation.
         """
         return False
 

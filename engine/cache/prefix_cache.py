@@ -14,9 +14,9 @@ blocks (`model_runner`), the table of each sequence (`sequence`), or decisions a
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group of layers, an index entry
 names the block that holds the KV of the prefix's last `block_size` tokens. When a block of an entry is reused for other
-tokens, the entry names the place of the block's content on the host, or no longer names a block. A sequence releases a
-block when no later token of the sequence can attend to the block. Until a released block is reused, other sequences can
-still hit the prefix that was published for it.
+tokens, the entry no longer names the block. If the host has a copy of the block's content, the entry names the copy's
+place instead. A sequence releases a block when no later token of the sequence can attend to the block. Until a released
+block is reused, other sequences can still hit the prefix that was published for it.
 
 A prefix of L tokens can be resumed if every group holds the KV that resuming needs. The group of window None must hold
 the KV of all L tokens. A group of window W must hold the KV of tokens [L - W + 1, L). In a group of window W, the token
@@ -25,7 +25,7 @@ at position L attends to tokens [L - W + 1, L].
 A full block is identified by a 128-bit hash of three things: the hash of the previous block, the token ids, and the
 extra identity of the block. The hash is keyed with a secret of this process that changes with every epoch. The extra
 identity consists of the request's adapter, its cache salt, and the spans of non-text content that overlap the block,
-with positions relative to the block. A later version of an adapter is another adapter.
+with positions relative to the block. A later version of an adapter counts as a different adapter.
 
 Guarantees:
 
@@ -88,7 +88,7 @@ class Chain:
     blocks. `own_salt`: the bytes of the cache salt. `spans`: non-text content, sorted. `has_records`: whether the
     blocks are published with routed experts. If `has_records` is False, sequences that need routed experts do not wait
     for the blocks. `adapter`: the adapter that computes the blocks, or None. `salt`: the bytes that identify the
-    adapter's epoch and the cache salt. They belong to the extra identity of every block.
+    adapter's epoch and the cache salt. These bytes belong to the extra identity of every block.
     """
 
     epoch: int
@@ -239,8 +239,8 @@ class BlockTables:
     """Allocates blocks for the tables of sequences, from the pool of each group.
 
     The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
-    `host`: the content of evicted blocks. `num_host_hits`: how many blocks of tokens resumed sequences found on the
-    host. `copies`: for each group, the copies that the next step must make first (see `host_tier`).
+    `host`: the content of evicted blocks. `num_host_hits`: the number of token blocks that resumed sequences found on
+    the host. `copies`: for each group, the copies that the next step must make first (see `host_tier`).
     """
 
     def __init__(

@@ -190,8 +190,8 @@ class RepeatsDrafter:
         self.num_bytes = 0
         self._budget, self._odds = budget, Odds(_KINDS)
         self._indexes: OrderedDict[bytes, PromptIndex] = OrderedDict()
-        self._keys: dict[Sequence, bytes] = {}  # of running sequences
-        self._guesses: dict[Sequence, AnySequence[int]] = {}  # of the last calls of `expect`
+        self._keys: dict[Sequence, bytes] = {}  # the keys of running sequences
+        self._guesses: dict[Sequence, AnySequence[int]] = {}  # the results of the last calls of `expect`
 
     def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
         index, chances = self._index_of(sequence), list[float]()

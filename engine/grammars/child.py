@@ -1,9 +1,10 @@
 """What the child processes of grammars do: compile grammars, check tokens, and compute masks.
 
-Each child first loads the text of the model's tokens, and its greeting tells the result. For a large vocabulary,
-llguidance holds Python's lock for seconds here, so the worker's own process must not load the text. A call is
-MessagePack. The child for masks compiles grammars in one thread and computes masks in another; each thread answers the
-calls of its own pipe. A slow compilation delays no mask, because llguidance releases Python's lock while it compiles.
+Each child first loads the text of the model's tokens. The child's greeting reports whether the load succeeded. For a
+large vocabulary, llguidance holds Python's lock (the GIL) for seconds during the load, so the worker's own process must
+not load the text. A call is MessagePack. The child for masks compiles grammars in one thread and computes masks in
+another; each thread answers the calls of its own pipe. A slow compilation delays no mask, because llguidance releases
+Python's lock while it compiles.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .matching import GrammarError, Template, TokenText, Walk, translated
 from .source import Grammar
 
 MOST_TEMPLATES = 256
-"""The maximum number of compiled grammars. The one that was used least recently is dropped."""
+"""The maximum number of compiled grammars. The least recently used grammar is dropped."""
 LOAD = Limits()
 """The limits for loading the text of the tokens."""
 AGAIN = ""
@@ -85,7 +86,7 @@ def _reply(work: Callable[[], Any]) -> bytes:
     except GrammarError as error:
         return _packed(None, str(error))
     except MemoryError:
-        os._exit(1)  # the next child has all its memory
+        os._exit(1)  # a new child starts with its full memory limit
     except BaseException as error:  # a Rust panic is not an Exception
         return _packed(None, said(f"{type(error).__name__}: {error}"))
 

@@ -41,8 +41,9 @@ TRIAL = Limits(cpu_seconds=5, seconds=30, more_bytes=2**30)
 MORE_BYTES = 2**32
 """The address space that the child for masks may use beyond that of this process."""
 STEP_SECONDS, ROW_SECONDS, TOKEN_SECONDS, COMPILE_SECONDS = 2.0, 0.001, 0.0001, 5.0
-"""How long the masks of a step may take, how much longer for each mask and for each token that the child has not seen,
-and how much longer if a new child must first compile the grammar. A token of JSON takes about 0.02 ms.
+"""The time limit for the masks of a step, and the additional time for each mask and for each token that the child has
+not seen. If a new child must first compile the grammar, the compilation also gets additional time. A token of JSON
+takes about 0.02 ms.
 """
 _MOST_CALL_BYTES = 2**23
 """The masks of one call have at most this size, which is far below `child_process.MAX_REPLY_BYTES`."""
@@ -96,7 +97,7 @@ class Grammars:
         self._known = weakref.WeakValueDictionary[Grammar, Prepared]()
         self._latest = OrderedDict[Grammar, Prepared]()
         self._places = weakref.WeakSet[Place]()
-        self._ended = deque[int]()  # any thread may collect a place
+        self._ended = deque[int]()  # any thread may garbage-collect a `Place`
         self._lock, self._preparing, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
         self._is_closed = False
         self._load: LoadText | None = None

@@ -69,7 +69,8 @@ def translated(grammar: Grammar) -> str:
     if grammar.json is not None or grammar.json_object:
         return f"{_HEADER}start: %json {_with_options(grammar)}"
     if grammar.choice:
-        # As a single terminal: alternatives of a rule would be items of the parser, which are limited.
+        # The choices form a single terminal. As alternatives of a rule, they would become parser items, and the number
+        # of parser items is limited.
         return f"{_HEADER}start: T\nT: {' | '.join(map(_quoted, grammar.choice))}"
     if grammar.regex is not None:
         return f"{_HEADER}start: /{_regex(grammar.regex)}/"
@@ -77,7 +78,7 @@ def translated(grammar: Grammar) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON does not escape this one
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON does not escape this character
 
 
 def _with_options(grammar: Grammar) -> str:
@@ -141,7 +142,7 @@ class Template:
         self.text = text
         self._matcher = LLMatcher(text.tokens, lark, log_level=0, limits=LLParserLimits(**_FUEL))
         _check(self._matcher)
-        Walk(self, ()).masks(())  # some errors are only found by a mask
+        Walk(self, ()).masks(())  # some errors appear only when a mask is computed
 
     def copied(self) -> LLMatcher:
         """Return a new matcher, at the beginning of a text."""
@@ -192,13 +193,15 @@ class Walk:
 
 
 def _check(matcher: LLMatcher) -> None:
-    """Raise GrammarError if a matcher has failed. Its methods raise nothing."""
+    """Raise GrammarError if a matcher has failed. The matcher's own methods never raise errors."""
     if matcher.is_error():
         raise GrammarError(_STOPS.get(matcher.stop_reason()) or _line(matcher.get_error()))
 
 
 def _line(text: str) -> str:
-    """Return an error in one line: its first line, without the place in the translated grammar, and its cause."""
+    """Return the text of an error in one line: the first line, without the position in the translated grammar, and the
+    cause.
+    """
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     at, colon, rest = lines[0].partition(": ")
     first = rest if colon and at.removeprefix("at ")[:1].isdigit() else lines[0]

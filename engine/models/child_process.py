@@ -58,7 +58,7 @@ class ChildProcess:
         if not self.end.alive:
             return False
         poll = select.poll()
-        poll.register(self._pipes[0], 0)  # reports a hang-up only
+        poll.register(self._pipes[0], 0)  # with the mask 0, `poll` reports only a hang-up
         return not poll.poll(0)
 
     def ask(self, message: bytes, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
@@ -84,7 +84,7 @@ class ChildProcess:
             while True:
                 is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
                 if time.monotonic() > deadline or not is_ready and is_abandoned():
-                    raise TimeoutError  # checked before every read, so single bytes cannot prolong a call
+                    raise TimeoutError  # checked before every read: a child that sends single bytes prolongs no call
                 if is_ready:
                     return
 
@@ -109,7 +109,7 @@ def tell(pipe: socket.socket, message: bytes) -> None:
 
 
 def _run(work: Callable[[Sequence[socket.socket]], object], pipes: Sequence[socket.socket]) -> None:
-    gc.freeze()  # a search for garbage would copy the parent's objects, and finalize some, such as memory of a GPU
+    gc.freeze()  # garbage collection would copy the parent's objects, and finalize some of them, such as GPU memory
     close_all_but(*(pipe.fileno() for pipe in pipes))
     work(pipes)
 

@@ -4,7 +4,8 @@ Owns nothing permanently: files are closed when a function returns. The loader h
 the caller names the tensors and their destinations. Guarantees: the whole checkpoint is checked before the first tensor
 is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
 matrix. For quantized matrices, memory also holds the scales and zero points of one file's matrices, and dequantized
-rows (at most `_MAX_OPEN_BYTES` or 128 rows). Temporary tensors then take as much memory as the dequantized rows.
+rows (at most `_MAX_OPEN_BYTES` or 128 rows). While rows are dequantized, temporary tensors take as much memory again as
+the dequantized rows.
 """
 
 from __future__ import annotations
@@ -281,8 +282,8 @@ def _part_of(piece: _Piece) -> slice:
 
 
 def _copy_quantized(rows: Rows, weight: Any) -> int:
-    """Copy rows of a quantized matrix, as they are stored if the weight has codes of the same kind. Return the number
-    of bytes of codes that were read.
+    """Copy rows of a quantized matrix. If the weight has codes of the same kind, the codes are copied unchanged. Return
+    the number of bytes of codes that were read.
     """
     format, own = rows.format, format_of(weight)
     if isinstance(weight, Shard) and weight.format is None:
@@ -293,8 +294,8 @@ def _copy_quantized(rows: Rows, weight: Any) -> int:
 
 
 def _read_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Matrix]:
-    """Return the scales and zero points of quantized matrices, by the names of the matrices. They may be in any of the
-    checkpoint's files. Each file is opened once.
+    """Return the scales and zero points of quantized matrices, by the names of the matrices. Scales and zero points may
+    be in any of the checkpoint's files. Each file is opened once.
 
     Raise ModelError for values that no matrix can have.
     """

@@ -301,8 +301,8 @@ class OpenScore:
             self.kept_ids = [no_ids] * self.num_rows
 
     def put(self, end: int, found: Sequence[np.ndarray]) -> None:
-        """Record the columns of the scored tokens before row `end`, as `StepResults.scores` has them, without the kept
-        tokens. From then on, `record_bytes` counts the kept tokens.
+        """Record the columns of the scored tokens before row `end`, in the form of `StepResults.scores`, but without
+        the kept ids. After this call, `record_bytes` includes the size of these kept ids.
         """
         rows = slice(end - len(found[0]), end)
         for column, values in zip(self.columns.values(), found, strict=True):
@@ -361,7 +361,8 @@ class Grown:
 
 
 class RecordBudget:
-    """Counts the bytes that the records of unfinished samples and scores take, and chooses what ends beyond a limit.
+    """Counts the bytes that the records of unfinished samples and scores take, and chooses the sample or score that
+    ends if the bytes exceed a limit.
 
     The records of a sample are the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` request.
     The records of a score are its columns. `limit`: maximum of `num_bytes`, the bytes of all records. `num_errors`: the
@@ -375,7 +376,7 @@ class RecordBudget:
         self._held: dict[OpenSample | OpenScore, int] = {}
 
     def hold(self, entry: OpenSample | OpenScore) -> None:
-        """Count the current records of a sample, or the columns of a score, in place of what was counted before."""
+        """Count the current records of a sample, or the columns of a score. The new count replaces the previous one."""
         num_bytes = entry.record_bytes
         self.num_bytes += num_bytes - self._held.get(entry, 0)
         self._held[entry] = num_bytes
@@ -387,8 +388,8 @@ class RecordBudget:
     def take_excess(self) -> OpenSample | OpenScore | None:
         """Return the sample or score that must end, and set its `error`; None if the records are within the limit.
 
-        The chosen sample or score has the most record bytes. Of several with equally many bytes, the one that arrived
-        last is chosen.
+        The chosen sample or score has the most record bytes. If several have equally many bytes, the sample or score
+        that arrived last is chosen.
         """
         if self.num_bytes <= self.limit:
             return None

@@ -76,7 +76,8 @@ class Followers:
                     str(segment),
                     str(index),
                 ]
-                # In a session of its own, so that a signal to the leader's process group does not end the follower.
+                # The follower runs in a separate session, so that a signal to the leader's process group does not end
+                # it.
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), segment), start_new_session=True
                 )

@@ -2,18 +2,17 @@
 were used last.
 
 An adapter is served with merged weights: the base weights, plus the product of B and A in the weights that the adapter
-changes. A push of adapters without a name merges in the same way (`Backend.merge`), so both give the same bits.
-Merged weights are a model of their own. It shares the memory of every weight that the adapter does not change with the
-base.
+changes. A push of adapters without a name merges in the same way (`Backend.merge`), so both give the same bits. Merged
+weights form a separate model. Every weight that the adapter does not change shares the memory of the base weight.
 
 `AdapterStore` owns the loaded adapters and the merged weights, within a budget of bytes. Merged weights are made when a
-step first needs them, and the ones that were used longest ago make room for others. A and B stay until the adapter is
-removed. `AdapterStaging` receives A and B. Does not own requests or blocks.
+step first needs them. If the budget has no room for them, the least recently used merged weights are freed. A and B
+stay in memory until the adapter is removed. `AdapterStaging` receives A and B. Does not own requests or blocks.
 
 Guarantees:
 
 - A and B of all adapters, with the largest merged weights, fit into the budget. An adapter that would not fit is
-  refused, and nothing has changed.
+  refused, and nothing changes.
 - The base weights never change while an adapter is loaded. `Engine` refuses calls that would change them.
 """
 
@@ -86,7 +85,7 @@ class AdapterStaging:
         return self._by_name[name].narrow(0, start, length)
 
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
-        """Raise ValueError, because A and B come whole."""
+        """Raise ValueError, because A and B are always sent whole."""
         raise ValueError(f"staging: a named adapter comes whole, not as single elements of {name!r}")
 
     def to_merge(self) -> list[str]:
@@ -106,7 +105,7 @@ class AdapterStaging:
         return merge_into(store.model.ops, self._scratch[key], plain, self.factors[name])
 
     def drop(self) -> None:
-        """Free the memory. The factors that an adapter has taken over stay."""
+        """Free the memory, except the factors that a loaded adapter has taken over."""
         self.factors, self._by_name, self._scratch = {}, {}, {}
 
 
@@ -137,7 +136,7 @@ class AdapterStore:
         self.budget = budget
         self._store = store
         self._loaded: dict[str, _Loaded] = {}
-        self._merged: OrderedDict[str, _Merged] = OrderedDict()  # the one used last comes last
+        self._merged: OrderedDict[str, _Merged] = OrderedDict()  # in order of last use
         self._epochs = count(1)
 
     def __len__(self) -> int:
@@ -165,13 +164,13 @@ class AdapterStore:
 
     def new_staging(self, name: str) -> AdapterStaging:
         """Return a staging for the adapter `name`. May be called, and the staging be filled, on a second thread while
-        no adapter is loaded. Adapters may be removed meanwhile.
+        no adapter is loaded. Adapters may be removed while the staging is filled.
         """
         return AdapterStaging(self._store, partial(self.check, name))
 
     def check(self, name: str, staging: AdapterStaging) -> None:
-        """Raise ValueError unless the budget has room for the staged adapter, beside A and B of all others. Also raise
-        ValueError if the base weights have changed since the staging began.
+        """Raise ValueError unless the budget has room for the staged adapter, beside A and B of all other adapters.
+        Also raise ValueError if the base weights have changed since the staging began.
         """
         if staging.base is not self._store.base:
             raise ValueError(f"adapter {name!r} was staged for base weights that have been replaced; stage it again")
@@ -214,7 +213,7 @@ class AdapterStore:
         return self._merged[name].model
 
     def drop_merged(self) -> None:
-        """Free the merged weights of all adapters. A and B stay."""
+        """Free the merged weights of all adapters. A and B stay in memory."""
         for name in [*self._merged]:
             self._drop(name)
 

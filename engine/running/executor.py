@@ -377,7 +377,7 @@ def _available_per_rank(available: int, on_host: int, links: Links) -> list[int]
 
 def _check_host_tier(num_bytes: int, available: int, info: EngineInfo) -> None:
     """Raise ConfigError unless `num_bytes` bytes for a host tier fit into `available` bytes of host memory. On a CPU,
-    the KV cache takes its memory from the same bytes as it is filled.
+    the KV cache also takes its memory from these bytes while it fills.
     """
     if torch.device(info.device).type == "cpu":
         available -= info.kv_bytes + info.state_bytes

@@ -4,9 +4,9 @@ A slot holds the content of a block in all layers of a group, one layer after th
 moves all layers. On CUDA, the memory is pinned, and all copies are queued on the current stream. Slots are read and
 written only by these copies, so no copy synchronizes the device.
 
-Many copies are made at once: first their sources are read, then their destinations are written. A copy that reads or
-writes what an earlier copy wrote begins the next round. Temporary memory on the device is at most twice the size of a
-round, or one block if a block is larger.
+Many copies are made at once: first their sources are read, then their destinations are written. If a copy reads or
+writes an address that an earlier copy of the round wrote, the copy begins the next round. Temporary memory on the
+device is at most twice the size of a round, or one block if a block is larger.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class HostMemory:
             self._unpin = self._pin()
 
     def _pin(self) -> weakref.finalize | None:
-        """Pin the memory if the blocks are on a CUDA device. Return a function that ends the pinning. It is also called
-        before this object is freed.
+        """Pin the memory if the blocks are on a CUDA device. Return a function that ends the pinning. The returned
+        function is also called before this object is freed.
         """
         if not self._memory.nbytes or not any(device.type == "cuda" for device in self._devices):
             return None

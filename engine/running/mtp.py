@@ -130,8 +130,8 @@ class MtpRunner:
         return torch.where((places >= 0).unsqueeze(1), found, self._nothing)
 
     def _place(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """For each row of `table`, return where the hidden state of the token at the row's position is kept; -1 for
-        position -1.
+        """For each row of `table`, return where the hidden state of the token at the row's position is kept. The result
+        is -1 for a position of -1.
         """
         blocks = table[np.arange(len(positions)), positions.clip(min=0) // self._block_size]
         return np.where(positions < 0, -1, blocks * self._kept + positions % self._block_size % self._kept)

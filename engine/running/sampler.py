@@ -29,7 +29,7 @@ _LOGITS_ROWS = 64
 
 # The result of `next_tokens` for some draws, and their statistics if requested.
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
-# The indices of some draws, and float32 [draws, K] with the log-probs of the tokens that they ask for.
+# The indices of some draws, and float32 [draws, K] with the log-probs of the target tokens.
 _Targets = tuple[list[int], Tensor]
 # The indices of some draws; uint8 [draws, ceil(V / 8)] with a bit for each token that could be drawn, the lowest bit
 # first, or no bit for the whole vocabulary; and float32 [draws] with the logarithm of the probability of these tokens.
@@ -159,7 +159,7 @@ class Sampler:
 
     def _draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         num_tops = draws.records["num_tops"]
-        k = int(num_tops.max())  # draws that list fewer than k tokens use the first ones
+        k = int(num_tops.max())  # draws that record fewer than k tokens use the first ones
         whole, processed, plain = self._sorted_by_kind(draws)
         targets, kept, parts = list[_Targets](), list[_Kept](), list[_Part]()
         for part in _cut(processed):
@@ -227,8 +227,8 @@ class Sampler:
         """Return `kept_log_mass` (float32 [M]) and the kept tokens (`packed_bits`) of scored tokens.
 
         The mass is the difference of a kept token's log-probs before and after the filters. All kept tokens give the
-        same mass, but for rounding. The scored token gives the bits of a sample that drew it. If the filters dropped
-        the scored token, the most probable token is used.
+        same mass, except for rounding. If the scored token is kept, it is used, so that the mass has the bits of a
+        sample that drew this token. If the filters dropped the scored token, the most probable token is used instead.
         """
         kept = torch.where(logprobs.isneginf(), processed.argmax(-1), token_ids)
         log_mass = self.ops.log_probs(unfiltered, kept) - self.ops.log_probs(processed, kept)
@@ -236,7 +236,7 @@ class Sampler:
 
     def _processed_parts(self, hidden: Tensor, rows: ScoredRows) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield slices of at most `_LOGITS_ROWS` rows, with their edited logits divided by the temperature, before and
-        after the filters. Unless `rows` has a mask, both are the same filtered tensor.
+        after the filters. If `rows` has no mask, the same filtered tensor is given for both.
         """
         record = DrawRecord.of_scores(rows.distribution)
         temperature = _divisors(rows.distribution, hidden.device)
@@ -375,8 +375,8 @@ def _filters(records: np.ndarray, like: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def packed_bits(logits: Tensor) -> Tensor:
-    """Return a bit for each of the logits [M, V], which is 0 for the logit -inf: uint8 [M, ceil(V / 8)], the lowest bit
-    first. A row without -inf becomes a row of zero bits.
+    """Return one bit for each of the logits [M, V], uint8 [M, ceil(V / 8)], the lowest bit first. The bit of the logit
+    -inf is 0. A row without -inf becomes a row of zero bits.
     """
     bits = pack_on_host(logits) if logits.device.type == "cpu" else pack_on_device(logits)
     last = 255 >> -logits.shape[1] % 8

@@ -109,14 +109,16 @@ class LocalWeights:
         return bytes_needed(lambda empty: self._build(meta, of_name=dict.fromkeys(names, empty)), self._dtype)
 
     def new_overlay(self, num_bytes: int) -> Arena:
-        """Return memory for those weights of a set that the set does not share with another set.
+        """Return memory for the weights that a set does not share with another set.
 
         Raise MemoryError or RuntimeError if there is not enough memory.
         """
         return new_arena(num_bytes, self.device, huge_pages=True)
 
     def weights_over(self, below: Arena, overlay: Arena, names: Collection[str]) -> WeightSet:
-        """Return a set of weights: the weights `names` are in `overlay`, all others are those in the arena `below`."""
+        """Return a set of weights: the weights `names` are in `overlay`, and all other weights are in the arena
+        `below`.
+        """
         index = count()
 
         def shared(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:

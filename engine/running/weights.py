@@ -568,7 +568,7 @@ class WeightStaging:
     def drop(self, spare: Spare | None = None) -> None:
         """Free the memory and forget the staged weights. Do not write to rows of the staging after this call.
 
-        `spare`: what keeps the memory for the next staging, if possible.
+        `spare`: keeps the memory for the next staging, if possible.
         """
         if self.arena is not None and not (spare and spare.keep(self.arena, self.tensors)):
             self.arena.drop(keep=False)

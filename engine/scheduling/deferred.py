@@ -20,8 +20,8 @@ _MOST_ENDING = 8  # samples with more ending tokens are not worth the search for
 
 
 class Deferred:
-    """Drawn tokens and log-probs, by lane, that the lane's sample has not received. Each array has one element or row
-    per lane.
+    """For each lane, the drawn tokens and log-probs that the lane's sample has not received yet. Each array has one
+    element or row per lane.
 
     `is_open` (bool): whether tokens of the lane may be stored. `counts` (int64): the number of stored tokens.
     `num_open`: the number of open lanes.
@@ -32,7 +32,7 @@ class Deferred:
         self.num_open = 0
         self._tokens, self._logprobs = np.zeros((capacity, MOST), np.int32), np.zeros((capacity, MOST), np.float32)
         self._ending: list[frozenset[int]] = [frozenset()] * capacity
-        self._num_lanes = Counter[int]()  # by token: how many open lanes have a sample that it may end
+        self._num_lanes = Counter[int]()  # for each token: in how many open lanes it may end the sample
         self._all_ending: np.ndarray | None = None  # the keys of `_num_lanes`, until they change
 
     def open(self, lane: int, ending: frozenset[int]) -> None:
@@ -77,7 +77,7 @@ class Deferred:
         return stored
 
     def take(self, lane: int) -> tuple[bytes, bytes]:
-        """Return the stored tokens (int32) and log-probs (float32) of a lane, which are then no longer stored."""
+        """Remove and return the stored tokens (int32) and log-probs (float32) of a lane."""
         count, self.counts[lane] = int(self.counts[lane]), 0
         return self._tokens[lane, :count].tobytes(), self._logprobs[lane, :count].tobytes()
 

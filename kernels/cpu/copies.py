@@ -30,7 +30,7 @@ def copy_bytes(source: int, num_bytes: int, target: int, infinity: int) -> tuple
 
 
 def pack_rows(is_bfloat16: bool, source: int, rows: int, columns: int, target: int, infinity: int) -> tuple[int, bool]:
-    """Pack a matrix of bfloat16 or float32. Otherwise like `copy_bytes`."""
+    """Pack a matrix of bfloat16 or float32. `infinity` and the results are as in `copy_bytes`."""
     finite = ctypes.c_bool()
     found = load_library().take_rows(is_bfloat16, source, rows, columns, infinity, target, ctypes.addressof(finite))
     return found % _WORDS, finite.value

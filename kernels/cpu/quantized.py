@@ -13,10 +13,10 @@ rows that begins at a panel is a slice of the memory. A panel holds, one after t
       two codes side by side. Codes of 4 bits: 16 bytes for each two columns, with the left column's code in the lower
       half of a row's byte.
 
-So a row takes 1 byte for each column in formats of the kinds `int8` and `e4m3`, and half a byte in `mxfp4`, `nvfp4` and
-`awq`. In addition, a row takes 4 bytes in formats with one scale for each row, 4 bytes for each 128 columns in `fp8`,
-1 byte for each 32 columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`, and 3 bytes for
-each 128 columns in `awq`. Padding has codes of the number 0 and scales of 1.
+A row therefore takes 1 byte for each column in formats of the kinds `int8` and `e4m3`, and half a byte in `mxfp4`,
+`nvfp4` and `awq`. In addition, a row takes 4 bytes in formats with one scale for each row, 4 bytes for each 128 columns
+in `fp8`, 1 byte for each 32 columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`, and 3
+bytes for each 128 columns in `awq`. Padding has codes of the number 0 and scales of 1.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class QuantizedWeight:
         ctypes.memmove(self.pointer, source.pointer, self.nbytes)
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Raise ValueError, unless there are no elements."""
+        """Raise ValueError if there are elements to write, because a quantized matrix takes only whole rows."""
         refuse_elements(self.format, index)
 
     def narrow(self, dim: int, start: int, length: int) -> QuantizedWeight:

@@ -175,7 +175,7 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
     peaks = q.new_empty((count, groups, partitions, group), dtype=torch.float32)
     parts = peaks, torch.empty_like(peaks), q.new_empty((*peaks.shape, inputs.value_size), dtype=torch.float32)
     shapes = _shapes(inputs, _power_of_2(group))
-    del shapes["D"], shapes["REST"]  # the results have no keys
+    del shapes["D"], shapes["REST"]  # these constants describe keys, which the fold does not read
     grid = count, groups, min(partitions, -(-DECODE_PROGRAMS // max(1, count * groups)))
     args = *inputs[:4], *places, *parts, inputs.tables.shape[1], partitions, window, inputs.scale
     launch(_decode_kernel, grid, *args, LISTED=listed, **_scoring(inputs))

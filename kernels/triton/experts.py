@@ -169,8 +169,8 @@ def _mix(
     out: Tensor,
     held: int | None = None,
 ) -> None:
-    """Compute `experts` into `out`. `held`: the number of experts in `weights`, if a row may have experts outside
-    `weights`. In `experts`, the id of every expert outside `weights` is `held`.
+    """Compute `experts`, and store the result in `out`. `held`: the number of experts in `weights`, if a row may have
+    experts outside `weights`. In `experts`, the id of every expert outside `weights` is `held`.
     """
     (rows, hidden), inner, count = x.shape, spec.intermediate_size, held or spec.num_experts
     tile = _tile(experts.numel(), count, hidden, inner)
@@ -189,7 +189,7 @@ def _mix(
 
 
 def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
-    """Return the narrowest tile with room for at least twice as many tokens as an expert has rows on average.
+    """Return the narrowest tile with room for at least twice the average number of rows per expert.
 
     With tiles of this width, few experts need a second tile. Multiplying unused columns of a tile takes less time than
     reading a weight twice.

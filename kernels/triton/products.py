@@ -92,7 +92,7 @@ CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 12
 CODED_CUT_TILES = CUT_TILES[0], CUT_TILES[2]
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # if K is not a multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # the parts of more tokens would take hundreds of MB
-HEAD_FEATURES, HEAD_DEPTH = 64, 64  # of a program that multiplies one head
+HEAD_FEATURES, HEAD_DEPTH = 64, 64  # the tile of a program that multiplies one head
 FOLD_COLUMNS = 1024
 FEW_TOKENS = 192  # up to this number of tokens, one token tile is preferred to several tiles
 TWO_ACCUMULATORS = 1.2  # relative time of two accumulators for the same work; fitted
@@ -210,8 +210,8 @@ def project_back(
 
 
 def back_sums(x: Tensor, weight: Matrix, pieces: Pieces) -> Tensor:
-    """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single piece is
-    summed by one chain of matrix instructions.
+    """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. If there is only one piece,
+    one chain of matrix instructions sums the piece.
     """
     if pieces.count == 1:
         pieces = pieces_of(1, x.shape[1], SPLIT_UNIT)

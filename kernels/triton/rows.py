@@ -140,7 +140,7 @@ def _rmsnorm_kernel(x_ptr, weight_ptr, eps, out_ptr, SIZE: tl.constexpr, ZERO_CE
 def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, eps, out_ptr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
     x = _load_halves(x_ptr + row, SIZE)
-    # A scalar, since a tile of one element would give the differences a layout that spills registers.
+    # The mean is a scalar, since a tile of one element would give the differences a layout that spills registers.
     mean = tl.sum(sum_in_pairs(x[0] + x[1])) * (1.0 / SIZE)
     FIRST: tl.constexpr = (SIZE + 1) // 2
     place = tl.arange(0, triton.next_power_of_2(FIRST))  # type: ignore[reportArgumentType]

@@ -1,13 +1,13 @@
 """Tiles of weights in registers. A weight is a plain tensor, or rows of codes and scales (`coded.CodedWeight`).
 
 The value of an element of a quantized weight is the float32 product of its number and its scale, rounded to the dtype
-of the activations. So a product with a quantized weight has the bits of the product with the plain weight of its
-values: from the tile on, all kernels are the same. `FORMAT` is the `Format` of a weight, or None for a plain weight.
-Kernels read only the fields of a format, because the key of Triton's cache has the fields, but not the code of
-properties.
+of the activations. A product with a quantized weight therefore has the bits of the product with a plain weight of these
+values. Once a tile is loaded, the kernels do not distinguish the two kinds of weights. `FORMAT` is the `Format` of a
+weight, or None for a plain weight. Kernels read only the fields of a format, because the key of Triton's cache has the
+fields, but not the code of properties.
 
-Codes of float numbers become float16 numbers by shifts. Their exponents have another bias than those of float16, so the
-result is multiplied by a power of two, which rounds nothing.
+The bits of a float code are shifted to the places of a float16. Because the exponent of a code has another bias than
+the exponent of a float16, the shifted number is multiplied by a power of two, which is exact.
 """
 
 # A constexpr has the fields of its value.
@@ -57,8 +57,8 @@ def row_size(columns, FORMAT: tl.constexpr):
 
 @device_function
 def load_columns(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """Load the elements, codes or scales of `DEPTH` columns, with 0 for those that are not `inside`. No mask is needed
-    if `UNIT` is a multiple of `DEPTH`.
+    """Load the elements, codes or scales of `DEPTH` columns, with 0 for columns that are not `inside`. No mask is
+    needed if `UNIT` is a multiple of `DEPTH`.
     """
     if UNIT % DEPTH == 0:
         return tl.load(tile_ptr)
@@ -159,8 +159,8 @@ def _numbers(codes, FORMAT: tl.constexpr):
 
 @device_function
 def _small_floats(codes, MAGNITUDE: tl.constexpr, SHIFT: tl.constexpr, FACTOR: tl.constexpr):
-    """Return the numbers of codes that hold a sign, and below it a magnitude that `SHIFT` moves to the place of a
-    float16 magnitude. `FACTOR`: 2 to the distance of the exponents' biases.
+    """Return the numbers of codes that consist of a sign bit and a magnitude. A shift by `SHIFT` moves the magnitude to
+    the place of a float16 magnitude. `FACTOR`: 2 to the distance of the exponents' biases.
     """
     wide = codes.to(tl.int32)
     SIGN: tl.constexpr = 0x8000 // (MAGNITUDE + 1)

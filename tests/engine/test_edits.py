@@ -108,7 +108,7 @@ def test_no_bit_depends_on_the_circumstances(
 def test_a_continued_sample_has_the_bits_of_an_unbroken_one(
     name: str, alone: dict[tuple[str, int], SampleOutput], tiny_llama: Path
 ) -> None:
-    """Earlier tokens of the sample count as its own, not as the prompt's."""
+    """Earlier tokens of the sample count as tokens of the sample, not of the prompt."""
     before = 10
     whole = alone[name, 0]
     prompt = np.concatenate((PROMPT, np.array(whole.token_ids[:before], np.int32)))

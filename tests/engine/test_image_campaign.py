@@ -1,5 +1,5 @@
-"""Random prompts with images in random circumstances give the bits of each request alone: a round for each run of the
-tests, or as many tokens for each model as `make images` asks for.
+"""Random prompts with images, served in random circumstances, give the bits of each request served alone. An ordinary
+run plays one round. `make images` sets a number of tokens for each model.
 """
 
 from __future__ import annotations

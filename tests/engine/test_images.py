@@ -141,7 +141,7 @@ def test_the_circumstances_change_no_bit(served: tuple[str, LoadedModel]) -> Non
     for request in requests:
         expected |= bits_of(run(engine_of(loaded, enable_prefix_caching=False), [request]))
     assert len(set(expected.values())) == len(expected), "premise: the samples differ"
-    # Together, twice: the second time, the cache has the prompts.
+    # All requests together, twice. The second time, the cache has the prompts.
     together = engine_of(loaded)
     assert bits_of(run(together, requests)) == expected
     hits = together.stats().prefix_hits
@@ -221,7 +221,7 @@ def test_greedy_samples_agree_with_transformers(family: str, folders: Path) -> N
 
 
 def test_an_image_is_encoded_once(family: str, folders: Path) -> None:
-    """For all samples of a group, for a second question, and for a request that joins."""
+    """The samples of a group, a second question and a request that joins share the encoded image."""
     loaded = loaded_model(family, "float32", folders / family)
     tower, engine = tower_of(loaded.folder), engine_of(loaded)
     image = image_of(tower, GRIDS[family][0], seed=3)
@@ -237,8 +237,8 @@ def test_an_image_is_encoded_once(family: str, folders: Path) -> None:
 
 
 def test_images_that_look_alike_share_no_block(family: str, folders: Path) -> None:
-    """Two images of equal placeholders and equal levels, but of other sizes; and two of equal sizes, but other levels
-    or tables.
+    """Two images have equal placeholders and levels, but different sizes. Two other images have equal sizes, but
+    different levels or tables.
     """
     loaded = loaded_model(family, "float32", folders / family)
     tower = tower_of(loaded.folder)

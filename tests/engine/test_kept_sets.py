@@ -219,8 +219,8 @@ def test_neutral_parameters_keep_the_whole_vocabulary(alone: dict[tuple[str, int
 def test_a_trainer_that_is_not_aligned_restores_the_log_probs(
     name: str, alone: dict[tuple[str, int], SampleOutput], tiny_llama: Path
 ) -> None:
-    """A log-softmax over the kept tokens of the trainer's own logits gives an importance ratio of 1. Over all tokens,
-    it does not.
+    """A log-softmax over the kept tokens of the trainer's own logits gives an importance ratio of 1. A log-softmax over
+    all tokens does not.
     """
     sample = alone[name, 0]
     whole = torch.from_numpy(np.concatenate((PROMPT, np.array(sample.token_ids, np.int32))).astype(np.int64))[None]

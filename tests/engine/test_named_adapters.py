@@ -1,4 +1,4 @@
-"""Named adapters: requests of several adapters in one engine get the bits that each gets from an engine of its own.
+"""Named adapters: requests of several adapters in one engine get the same bits as from one engine per adapter.
 
 The oracle is an engine with the adapter merged into its weights, without a name, as pushes of adapters have always
 done.
@@ -242,7 +242,7 @@ def test_merged_weights_sleep_and_come_back(tiny_llama: Path) -> None:
 
 
 def test_an_adapter_without_a_name_is_no_part_of_named_ones(tiny_llama: Path) -> None:
-    """A named adapter changes the base weights, also if another adapter is merged into the served weights."""
+    """A named adapter is added to the base weights, even if another adapter is merged into the served weights."""
     engine = make_engine(tiny_llama, adapter_bytes=BUDGET)
     merge(engine, SEEDS["b"])
     engine.commit_adapter(staged(engine, SEEDS["a"], "a", "q_proj"), "a", 1, "recompute")

@@ -162,7 +162,7 @@ def test_only_decoding_samples_go_on_over_their_old_kv(pushed: Pushed, started: 
 
 @pytest.mark.parametrize("length", [3, 30], ids=["no full block", "full blocks"])
 def test_requests_after_a_push_have_the_bits_of_a_worker_that_never_kept(pushed: Pushed, length: int) -> None:
-    """Their prompt has tokens that the kept sample drew, before and after its KV was kept."""
+    """The prompt of these requests has tokens that the kept sample drew, before and after its KV was kept."""
     engine, prompt = pushed.engine, tokens(length)
     begin(engine, generate("kept", prompt, max_tokens=60), 5)
     pushed.push()

@@ -67,7 +67,7 @@ def group(folder: Path) -> Callable[[int], GroupExchange]:
 
 
 def on_ranks(make: Callable[[int], Any], compute: Callable[[Any], Any]) -> list[Any]:
-    """No rank leaves while another one still connects: without rows, a rank has nothing to wait for."""
+    """No rank leaves while another rank still connects. A rank without rows has nothing else to wait for."""
     with ThreadPoolExecutor(SIZE) as pool:
         exchanges = list(pool.map(make, range(SIZE)))
         return list(pool.map(compute, exchanges))
@@ -82,7 +82,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 7, 15, 16, 17, 64, 65, 131])
 def test_sums_are_those_of_the_tree(rows: int, make: Callable[[int], Any]) -> None:
-    """With 16 columns: up to 16 rows in one shot, up to 64 in a buffer. `finish` sees each row once, where it is."""
+    """With 16 columns, up to 16 rows are added in one shot, and up to 64 rows fit into a buffer. `finish` sees each row
+    once, with the row's index.
+    """
     own = [torch.randn(rows, 16, generator=torch.Generator().manual_seed(index)) for index in range(SIZE)]
     extra = torch.randn(rows, 16)
     expected = (fold(own) + extra).to(torch.bfloat16)

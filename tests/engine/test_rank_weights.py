@@ -135,7 +135,7 @@ def test_new_weights_give_the_same_bits_on_one_rank_and_on_several(
 
 
 def test_weights_change_between_two_steps_of_running_requests(engines: list[Engine], versions: list[Path]) -> None:
-    """With stages, a sample has another number of tokens after as many steps."""
+    """With several stages, a sample has a different number of tokens after the same number of steps."""
     found = []
     for engine in engines[:2]:
         commit(engine, stage(engine, read_tensors(versions[0])))

@@ -1,4 +1,6 @@
-"""The records of unfinished requests are counted in bytes. Beyond the limit, the largest holder ends with an error."""
+"""The records of unfinished requests are counted in bytes. Beyond the limit, the sample or score with the most bytes
+ends with an error.
+"""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_ten_sleeps_do_not_grow_memory(large: Path, level: int) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_mtp_module_has_its_codes_again(level: int, tmp_path: Path) -> None:
-    """In awq, values that are quantized again have other bits."""
+    """In awq, quantizing values again gives other bits."""
     folder = make_mtp_model("qwen3_5", tmp_path / "model")
     settings: dict[str, Any] = dict(backend="cpu", dtype="bfloat16", quantization="awq", speculative="mtp")
     engine = make_engine(folder, **settings)

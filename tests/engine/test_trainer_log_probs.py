@@ -76,8 +76,8 @@ def packed(model: Any, rollout: Rollout, routes: Tensor | None = None) -> list[T
 
 
 def padded(model: Any, rollout: Rollout) -> list[Tensor]:
-    """Return these log-probs from a typical trainer batch, with prompts padded on the left and completions on the
-    right.
+    """Return the log-probs of each sample's tokens from a typical trainer batch, with prompts padded on the left and
+    completions on the right.
     """
     left, right = (max(map(len, part)) for part in ([p for p, _ in rollout], [s.token_ids for _, s in rollout]))
     ids, mask = torch.zeros(2, len(rollout), left + right, dtype=torch.int64)
@@ -94,7 +94,7 @@ def padded(model: Any, rollout: Rollout) -> list[Tensor]:
 
 
 def alone(model: Any, rollout: Rollout) -> list[Tensor]:
-    """Return these log-probs from one call per sample."""
+    """Return the log-probs of each sample's tokens, from one call per sample."""
     return [packed(model, [one])[0] for one in rollout]
 
 

@@ -53,7 +53,9 @@ def part_of(tower: TowerSpec, seed: int, grid: tuple[int, int] = GRID) -> ImageI
 def prompt_of(
     tower: TowerSpec, parts: Sequence[ImageInput], seed: int = 0
 ) -> tuple[np.ndarray, tuple[ImageInput, ...]]:
-    """Return a prompt with text, the parts, each after text that stands for its time, and text. Parts may be images."""
+    """Return a prompt that begins and ends with text. Before each part comes text that stands for the part's time.
+    Parts may be images.
+    """
     pieces, placed, length = [tokens(7, seed=seed)], list[ImageInput](), 7
     for number, part in enumerate(parts):
         pieces.append(np.concatenate([tokens(4, seed=90 + number), [VISION_START]]))
@@ -86,7 +88,7 @@ def model_of_transformers(loaded: LoadedModel) -> Any:
 
 
 def test_a_video_agrees_with_transformers(loaded: tuple[str, LoadedModel]) -> None:
-    """Towers, positions and logits. Ours encodes each part by itself."""
+    """Towers, positions and logits are compared. trueroll encodes each part separately."""
     family, ours = loaded
     tower, theirs, limit = tower_of(ours.folder), model_of_transformers(ours), LOGITS_LIMITS.get(family, 1e-5)
     parts = [part_of(tower, seed) for seed in range(3)]
@@ -160,7 +162,7 @@ def ask(name: str, tower: TowerSpec, parts: Sequence[ImageInput], seed: int = 1)
 
 
 def test_videos_share_their_first_parts(loaded: tuple[str, LoadedModel]) -> None:
-    """Also a part that a video has twice is encoded once. No circumstance changes a bit."""
+    """A part that a video has twice is encoded only once. No circumstance changes a bit."""
     _, ours = loaded
     tower = tower_of(ours.folder)
     a, b, c, d = (part_of(tower, seed) for seed in range(4))
@@ -189,7 +191,7 @@ def test_videos_share_their_first_parts(loaded: tuple[str, LoadedModel]) -> None
 
 
 def test_other_parts_share_no_block(loaded: tuple[str, LoadedModel]) -> None:
-    """The prompts have the same tokens, and the parts the same first frames."""
+    """The prompts have the same tokens, and their parts have the same first frames."""
     _, ours = loaded
     tower = tower_of(ours.folder)
     part = part_of(tower, seed=1)

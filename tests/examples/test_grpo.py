@@ -293,8 +293,8 @@ def test_workers_that_all_die_end_the_run(run: Run, grpo: Any, tmp_path: Path, m
 
 
 def check_stale(rows: list[dict[str, str]]) -> None:
-    """Check that each batch except the first was sampled with weights one version older than the weights that it
-    trained.
+    """Check that the weights which sampled a batch are one version older than the weights which the batch trained,
+    except for the first batch.
     """
     assert len(rows) == STEPS and rows[0]["mismatch"] == "0.0" and rows[0]["stale_share"] == "0.0"
     for step, row in enumerate(rows[1:], 1):

@@ -1,4 +1,4 @@
-"""The task with long contexts, on short ones."""
+"""The example with long contexts, on short contexts."""
 
 from __future__ import annotations
 

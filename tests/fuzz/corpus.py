@@ -151,8 +151,8 @@ class Corpus:
         return [{"version": 1, **self._call("score", **fields)}]
 
     def upload(self) -> list[Message]:
-        """Return a request with images, and then in any order its pixels, sent without waiting for the question, an
-        abort, an ack, or the request again.
+        """Return a request with images, followed by some of these messages in any order: its pixels, sent without
+        waiting for the question; an abort; an ack; the request again.
         """
         [request] = self.request_with_images()
         known = [BY_HASH[ref["content_hash"]] for ref in request["images"] if ref["content_hash"] in BY_HASH]
@@ -162,7 +162,7 @@ class Corpus:
         return [request, *self.rng.sample(others, self.rng.randrange(1, len(others) + 1))]
 
     def put_image(self) -> list[Message]:
-        """Return a part of an image. The worker has probably asked nobody, or another client, or for another part."""
+        """Return a part of an image. The worker has probably not asked for this part, or has asked another client."""
         rng = self.rng
         message = put_image(self._late_id(), draw_image(rng))
         data = message["data"]

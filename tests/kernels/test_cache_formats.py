@@ -33,7 +33,7 @@ E4M3 = E4M3[:-1]  # the last code is NaN
 
 
 def nearest_e4m3(x: np.ndarray) -> np.ndarray:
-    """Return the nearest numbers of the kind e4m3, and of two nearest ones that with an even code, by search."""
+    """Return the nearest numbers of the kind e4m3, found by search. Ties go to the number with an even code."""
     magnitude = np.abs(x).astype(np.float64)
     above = np.searchsorted(E4M3, magnitude).clip(1, len(E4M3) - 1)
     low, high = magnitude - E4M3[above - 1], E4M3[above] - magnitude

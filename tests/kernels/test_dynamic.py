@@ -1,5 +1,5 @@
-"""Products with quantized activations, compared with a definition of their own: numbers in numpy, sums of integers in
-int64. Sums of float8 numbers are those of plain products with the same kernels.
+"""Products with quantized activations, compared with an independent definition: numbers in numpy, sums of integers in
+int64. The expected sums of float8 numbers come from plain products with the same kernels.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def expected_sums(
     pieces: Pieces = WHOLE,
     columns: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return the float32 sums of the products of rows x and a matrix of finite numbers. `columns`: those that are
+    """Return the float32 sums of the products of rows x and a matrix of finite numbers. `columns`: the columns that are
     multiplied, with the scales of whole rows.
     """
     (left, of_rows), (right, of_matrix) = (numbers_of(each.float().numpy(), format) for each in (x, matrix))
@@ -157,8 +157,8 @@ def test_products_are_those_of_the_definition(served: Served, format: Format, ro
 @served_by_all
 @usually
 def test_numbers_and_the_middles_between_them(served: Served) -> None:
-    """All float8 numbers, the middles between two, and the neighbours of both in the dtype. The matrix has one column
-    of each row other than 0, so a product shows a number.
+    """The inputs are all float8 numbers, the middles between two numbers, and the neighbours of both in the dtype. The
+    matrix is diagonal, so each element of a product shows one number.
     """
     wide = torch.from_numpy(np.concatenate((FLOAT8, (FLOAT8[1:] + FLOAT8[:-1]) / 2))).to(served.dtype)
     assert np.isin((FLOAT8[1:] + FLOAT8[:-1]) / 2, wide.double().numpy()).all(), "premise: the middles are exact"
@@ -210,7 +210,7 @@ def test_gate_and_up(served: Served) -> None:
 @usually
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts(served: Served, format: Format, gated: bool) -> None:
-    """The experts of a row, one by one, with the products of the definition."""
+    """The definition applies a row's experts one by one."""
     ops, dtype = served.ops, served.dtype
     spec = ExpertsSpec(num_experts=8, top_k=3, intermediate_size=48, gated=gated)
     weights, x = make_experts(served, spec), randn(37, 144, dtype=dtype)
@@ -246,8 +246,8 @@ def test_the_largest_sums() -> None:
 
 @each_format
 def test_values_have_the_same_codes_when_they_are_quantized_again(format: Format) -> None:
-    """So a trainer may compute with the values, and weights that are saved have the same bits. Some values are so small
-    that the dtype rounds them by more than the distance of two numbers.
+    """A trainer may therefore compute with the values, and saved weights keep their bits. Some values are so small that
+    the dtype rounds them by more than the distance of two numbers.
     """
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -269,7 +269,7 @@ def test_values_have_the_same_codes_when_they_are_quantized_again(format: Format
 
 @each_format
 def test_gradients_pass_through_the_rounding(format: Format) -> None:
-    """They are those of plain products with the values."""
+    """The gradients are those of plain products with the values."""
     from trueroll.kernels.autograd import GradientOps
 
     ops = GradientOps(select_backend("reference", torch.device("cpu"), torch.float32).ops)

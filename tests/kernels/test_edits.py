@@ -91,7 +91,7 @@ def test_rows_without_edits_keep_their_bits_and_the_logits_stay() -> None:
 
 @pytest.mark.parametrize("params", DISTRIBUTIONS, ids=lambda params: "-".join(params))
 def test_an_editor_that_grows_equals_a_new_one(params: dict) -> None:
-    """`rows` looks ahead without a trace, and the prior tokens of a continued sample count as the sample's."""
+    """`rows` does not change the editor, and the prior tokens of a continued sample count as tokens of the sample."""
     rules = rules_of(Distribution(**params))
     growing = Editor(rules, PROMPT, SAMPLE[:0])
     ahead = growing.rows(SAMPLE.tolist())

@@ -90,7 +90,7 @@ def test_a_single_non_finite_value_is_reported(served: Served, value: float) -> 
 
 @thinned(lambda served: not isinstance(served, tuple) or not served[0].interpreted)  # a dtype on a GPU
 def test_weights_are_merged_while_other_ops_run(served: Served) -> None:
-    """Other threads run ops at the same time, because a worker generates while it receives a push."""
+    """A worker generates while it receives a push, so that merges and other ops run at the same time."""
     weight, a, b = matrices(700, 300, 16, served.dtype)
     out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     served.ops.merge_into(out, weight, a, b, SCALE)

@@ -1,4 +1,4 @@
-"""The formats of quantized weights, compared with a definition of their own: nearest numbers, found in float64."""
+"""The formats of quantized weights, compared with an independent definition that finds nearest numbers in float64."""
 
 from __future__ import annotations
 

@@ -240,7 +240,9 @@ DRAFTS = ((0, 3), (2, 3), (3, 3), (0, 0), (1, 2), (0, 1))
 
 
 def test_drafted_rows_leave_no_trace(recurrent: Recurrent) -> None:
-    """One sequence drafts rows and repeats the right ones in its next step. The other computes one row per step."""
+    """One sequence drafts rows, and repeats the accepted rows in its next step. The other sequence computes one row per
+    step.
+    """
     plan = [*DRAFTS, *DRAFTS, (0, 0)]
     length = sum(1 + right for right, _ in plan)
     sequences, memory = Sequences.new(recurrent, [length, len(plan), 3]), Memory.new(recurrent)
@@ -263,7 +265,9 @@ def test_drafted_rows_leave_no_trace(recurrent: Recurrent) -> None:
 
 
 def batch_of(journal: Tensor, repeated: int, drafted: int, reads: Sequence[int], writes: Sequence[int]) -> StateBatch:
-    """Return the batch of two sequences, of which the first has one sure row beside repeated and drafted rows."""
+    """Return the batch of two sequences. The first sequence has repeated rows, one row that is not drafted, and drafted
+    rows.
+    """
     end = repeated + 1 + drafted
     own = torch.tensor([*range(repeated, end), end])
     again, drafts = torch.arange(repeated), torch.arange(drafted)

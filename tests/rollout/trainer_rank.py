@@ -523,7 +523,7 @@ def main() -> None:
     torch.set_num_threads(1)
     AfmoePreTrainedModel._keep_in_fp32_modules_strict = {"mlp.expert_bias"}
     distributed.init_process_group("gloo")
-    gc.freeze()  # the collections between cases need not look at all that the imports have made
+    gc.freeze()  # garbage collections between cases then skip the objects that the imports made
     found: dict[str, Any] = {}
     for name, case in cases(rank, settings):
         try:

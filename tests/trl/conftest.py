@@ -35,7 +35,7 @@ def shallow_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module", params=["shallow", pytest.param("whole", marks=pytest.mark.exhaustive)])
 def chat_model(request: pytest.FixtureRequest, smollm2: Path, shallow_smollm2: Path) -> Path:
-    """The embedded model, cut or whole. Every run trains the whole model with the README."""
+    """The embedded model, cut or whole. The test of the README trains the whole model in every run."""
     return shallow_smollm2 if request.param == "shallow" else smollm2
 
 

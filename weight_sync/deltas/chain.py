@@ -1,8 +1,8 @@
 """The shortest way through a chain: from the served version, or from a full checkpoint, to a version. Pure functions.
 
 A worker goes back from the wanted version, from delta to base, until it finds its own version or a full checkpoint.
-Each base is older than its delta, so the way ends. If the folders have ids of pushes, each base must be the very push
-that its delta changes, because the checksums of a delta do not cover the tensors that the delta leaves out.
+Each base is older than its delta, so the search ends. If the folders have ids of pushes, each base must be the very
+push that its delta changes, because the checksums of a delta do not cover the tensors that the delta leaves out.
 """
 
 from __future__ import annotations

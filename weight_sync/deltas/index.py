@@ -45,9 +45,9 @@ class Delta:
 @dataclass(frozen=True)
 class Index:
     """The content of a folder. `files`: the file of each tensor, by the tensor's name; None if the folder has no index,
-    and thus a single file. `checksum_format`: the checksum of each tensor of this version, which the metadata of the
-    tensor's file has under the tensor's name; None if there are no checksums. `delta`: None for a full checkpoint.
-    `push_id`: the id of the push of this version; None if the writer of the folder has no such ids.
+    and thus a single file. `checksum_format`: the kind of checksum that each tensor of this version has; None if there
+    are no checksums. The metadata of a tensor's file has the checksum under the tensor's name. `delta`: None for a full
+    checkpoint. `push_id`: the id of the push of this version; None if the writer of the folder has no such ids.
     """
 
     version: int
@@ -111,7 +111,7 @@ def parse_index(text: bytes, version: int) -> Index:
 
 
 def unusable(path: str, error: Exception) -> PushError:
-    """Return the error for the description of a folder that has an error."""
+    """Return the error for a folder with an invalid description."""
     return PushError(f"chain: {path} is not usable: {error!s:.300}; write the folder again, or a full checkpoint")
 
 

@@ -35,7 +35,7 @@ class Place(Protocol):
         ...
 
     def open_if_there(self, folder: str, name: str) -> ReadableFile | None:
-        """Return None if there is no such folder, or no file `name` in it."""
+        """Open the file `name` in a folder of the chain. Return None if the folder or the file does not exist."""
         ...
 
 
@@ -64,7 +64,7 @@ def _check_no_password(url: str) -> None:
 
 
 class LocalPlace:
-    """A folder of which a worker reads what `policy` allows."""
+    """A folder. A worker reads only the files that `policy` allows."""
 
     def __init__(self, root: str, policy: PushPolicy) -> None:
         self._root, self._policy = root, policy

@@ -175,8 +175,8 @@ def folder_bytes(folder: Path) -> int:
 def remove_old(parent: Path, version: int) -> None:
     """Remove folders that trueroll wrote and that no worker needs once `version` is committed.
 
-    Kept are the last full checkpoint up to `version`, its deltas up to `version`, and the full checkpoint before with
-    its deltas, because a worker may still read them. Folders of later versions are those of an earlier run.
+    The last full checkpoint up to `version` and its deltas up to `version` are kept. The previous full checkpoint and
+    its deltas are also kept, because a worker may still read them. Folders of later versions come from an earlier run.
     """
     is_full: dict[int, bool] = {}
     for path in parent.iterdir():

@@ -130,8 +130,8 @@ class CollectiveSource(_Part):
 class RelaySource(_Part):
     """A trainer at `host`:`port`, from which the workers receive the buckets and hand them on to each other.
 
-    `token`: a secret of the push. All members of the push prove to each other that they know it. `position`: the
-    worker's index among the workers that get buckets. `num_slots`: limit on buckets in flight.
+    `token`: a secret of the push. All members of the push prove to each other that they know the secret. `position`:
+    the worker's index among the workers that get buckets. `num_slots`: limit on buckets in flight.
     """
 
     kind: Literal["relay"] = "relay"
@@ -171,7 +171,7 @@ class DiskSource(_Part):
 class PeftSource(_Part):
     """A folder with a LoRA adapter in PEFT's format, readable on the worker's machine. It has no buckets.
 
-    Only a push with a named adapter can come from it. The folder does not say which base the adapter was trained on.
+    Only a push with a named adapter can use this source. The folder does not say which base the adapter was trained on.
     """
 
     kind: Literal["peft"] = "peft"

@@ -85,7 +85,9 @@ class StageBucket(Message):
 
 
 class VerifyPush(Message):
-    """Call that checks whether `num_buckets` buckets have arrived, and every parameter exactly once."""
+    """Call that checks whether `num_buckets` buckets have arrived, and whether every parameter has arrived exactly
+    once.
+    """
 
     type: Literal["verify_push"] = "verify_push"
     id: Id
@@ -135,8 +137,8 @@ class Weights(Message):
       omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps its
       current values of these parameters.
     - `renamed`, `respelled`, `left_out`: how the trainer's names become the names in `shapes` (`spellings.own_name`).
-    - `quantization`: the format in which the worker stores weights, such as `fp8`, or `none`. It quantizes what is
-      pushed. The checksums of base weights in a push of adapters are those of the rounded values.
+    - `quantization`: the format in which the worker stores weights, such as `fp8`, or `none`. The worker quantizes the
+      pushed weights. In a push of adapters, the checksums of base weights are computed from the rounded values.
     - `adapters`: the version of each named adapter that the worker serves.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.

@@ -108,8 +108,8 @@ def copy_checked(place: object, source: torch.Tensor, reject_nonfinite: bool) ->
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the native library can read or write the tensor's memory directly. The memory of a subclass may be
-    that of other tensors.
+    """Return whether the native library can read or write the tensor's memory directly. A tensor of a subclass may keep
+    its values in other tensors.
     """
     is_dense = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
     return is_dense and tensor.nbytes >= LEAST_BYTES and can_copy()

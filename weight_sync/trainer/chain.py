@@ -38,7 +38,7 @@ class Link:
 
 
 class FolderChain:
-    """Writes the chain in `parent`. Of `full_every` pushes in a row, one is a full checkpoint."""
+    """Writes the chain in `parent`. One of every `full_every` consecutive pushes is a full checkpoint."""
 
     def __init__(self, parent: Path, full_every: int) -> None:
         self.parent = parent.absolute()
@@ -52,7 +52,7 @@ class FolderChain:
 
     def write(self, push_id: str, version: int, wanted: Parameters, put_all: PutAll) -> Link:
         """Write the folder of a push. Raise PushError if the folder cannot be written."""
-        last, self._last = self._last, None  # until `commit`
+        last, self._last = self._last, None  # None until `commit`
         fits = self._copy is not None and self._copy.fits(wanted)
         if last is None or not fits or version <= last.version or self._num_deltas + 1 >= self._full_every:
             return Link(version, push_id, self._write_full(push_id, version, wanted, put_all), is_full=True)

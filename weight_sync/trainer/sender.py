@@ -169,8 +169,8 @@ class Outbox:
     """Sends tensors through `slots`, in buckets that `transaction` announces. Each tensor is sent in the dtype
     `dtype_of(name)`.
 
-    `begun`: completes when the workers have opened the source of the slots. The first bucket may be filled before that,
-    but is only sent after that.
+    `begun`: completes when the workers have opened the source of the slots. The first bucket may be filled earlier, but
+    is sent only when the source is open.
     """
 
     def __init__(

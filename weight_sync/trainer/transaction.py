@@ -225,7 +225,7 @@ class Transaction:
         return max((reply.pause_seconds or 0.0 for reply in committed), default=0.0)
 
     def abort(self) -> None:
-        """Make every worker that answers drop the push. Waits at most `ABORT_SECONDS`."""
+        """Abort the push at every worker that answers. Waits at most `ABORT_SECONDS`."""
         self._abort_everywhere()
 
     def _leave_out(self) -> None:
@@ -236,7 +236,7 @@ class Transaction:
             worker.ask("abort", AbortPush(id=new_id(), push_id=self.push_id), ABORT_SECONDS, None)
 
     def _abort(self, failure: WorkerFailure) -> PushError:
-        """Abort at every worker. Return an error that says what each worker serves now."""
+        """Abort the push at every worker. Return an error that says what each worker serves now."""
         failed = [f"worker {address} failed: {error}" for address, error in failure.errors.items()]
         replies = self._abort_everywhere()
         text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {self._describe(replies)}"

@@ -41,8 +41,8 @@ from .folders import TensorFileWriter
 from .policy import PushPolicy
 
 MOST_TENSORS = 2**17
-"""Limit on the tensors of a manifest or an index that a trainer reads, since a trainer reads it before it knows the
-model.
+"""Limit on the number of tensors in a manifest or index that a trainer reads. The trainer does not know the model yet
+when it reads the file.
 """
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 

@@ -3,9 +3,9 @@ and sends to one other member. The trainer's network link carries the bytes once
 
 The workers form chains of at most `MOST_IN_CHAIN` workers. The trainer is the source of the first worker of each chain.
 A worker forwards bytes as they arrive, before the bucket is whole. If the source of a worker is lost, the worker
-continues with the next member before that source, and at last with the trainer, which holds every bucket until all
-workers have acknowledged the bucket. Therefore, no worker depends on another worker. See `relay_server` for the wire
-format.
+continues with the member before that source in the chain, and in the end with the trainer. The trainer holds every
+bucket until all workers have acknowledged the bucket, so no worker depends on another worker. See `relay_server` for
+the wire format.
 
 Owns: the trainer's listener, the buffers, the order of the workers. Does not own: the worker's end (`relay_reader`).
 Guarantees: every wait has a time limit. `close` does not wait.
@@ -33,11 +33,15 @@ from .sockets import listen
 MOST_IN_CHAIN = 32
 """Limit on the workers in a chain. Every worker of a chain delays the bytes for the workers after it."""
 NUM_SLOTS = 4
-"""Buckets under way. The first worker of a chain receives a bucket while the last worker stages an earlier bucket."""
+"""Number of buckets in flight. The first worker of a chain receives a bucket while the last worker stages an earlier
+bucket.
+"""
 WELCOME = b"W"
 """The trainer's answer to a worker that joins."""
 DONE = b"D"
-"""A worker sends this byte before it closes its connection. Without this byte, the worker is lost."""
+"""A worker sends this byte before it closes its connection. A worker that ends without sending this byte counts as
+lost.
+"""
 WATCH_SECONDS = 0.2
 _SPARE_CONNECTIONS = 32
 
@@ -90,7 +94,8 @@ class RelaySlots:
             first = number - number % MOST_IN_CHAIN
             with suppress(OSError):  # the worker is lost
                 connection.sendall(packed_members(addresses[first:number][::-1]))
-        # Here, because `close` may come before the thread runs, and a closed socket has no descriptor.
+        # The descriptors are read here, because `close` may come before the thread runs, and a closed socket has no
+        # descriptor.
         watched = {each.fileno(): (each, position) for each, position in zip(connections, order, strict=True)}
         _start(threading.Thread(target=self._watch, args=[watched], name="relay-watch", daemon=True).start)
 

@@ -35,8 +35,8 @@ from .sockets import TURN_SECONDS, Link, LinkClosed
 SILENT_SECONDS = 3.0
 """If a worker sends no bytes of an announced bucket for this long, another member is tried, because the trainer has all
 bytes of an announced bucket. The time is at most `SILENT_SHARE` of the push's timeout. For each other worker before
-this one in the chain, the time is longer by `SILENT_STEP`. The first worker after a silent one therefore gives up
-first, and serves the workers after it before they give up.
+this one in the chain, the time is longer by `SILENT_STEP`. If a worker is silent, the worker directly after it
+therefore gives up first, and can serve the later workers before they give up.
 """
 SILENT_SHARE = 1 / 8
 SILENT_STEP = 1 / 16
@@ -167,7 +167,7 @@ class RelayReader:
             self._store.fail(PushError(text))
 
     def _members(self) -> list[Member]:
-        """Wait for the members that this worker may receive from. The last one is the trainer."""
+        """Wait for the members that this worker may receive from. The last member is the trainer."""
         assert self._trainer is not None
         length = int.from_bytes(self._trainer.receive(2, math.inf), "big")
         found = json.loads(self._trainer.receive(length, time.monotonic() + self._timeout))

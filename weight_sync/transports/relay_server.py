@@ -173,12 +173,12 @@ class Server:
         threading.Thread(target=self._accept, name="relay-accept", daemon=True).start()
 
     def close(self) -> None:
-        """End all connections, and the threads, which end soon. Idempotent."""
+        """End all connections and threads. The threads may end a little later. Idempotent."""
         with self._lock:
             self._is_closed = True
             for each in (self._listener, *self._served):
                 with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+                    each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for the socket
         self._listener.close()
 
     def _accept(self) -> None:

@@ -56,7 +56,8 @@ class Merging:
 
     def merge_arrived(self) -> None:
         """Merge weights, in the order of the adapters, up to the first weight with a tensor that has not arrived. If a
-        merge fails, `check` raises the error: no call waits for a reply that could have it.
+        merge fails, the error is raised later, by `check`, because no call that could report the error waits for a
+        reply now.
         """
         try:
             while self._waiting and all(map(self._has_arrived, self._waiting[0][1:])):
@@ -71,7 +72,9 @@ class Merging:
             raise self._error
 
     def merge_rest(self) -> None:
-        """Merge all other weights. Raise PushError if a result is not finite and `reject_nonfinite` is set."""
+        """Merge all weights that `merge_arrived` has not merged. Raise PushError if a result is not finite and
+        `reject_nonfinite` is set.
+        """
         for name in self._staging.to_merge():
             if name not in self._merged:
                 self._merge(name)

@@ -59,13 +59,14 @@ class StagingArea(Protocol):
     def rows(self, name: str, start: int, length: int) -> Writable: ...
 
     def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set elements. `indices`: flat, int64. Copies `indices` and `values` immediately, since their memory is
-        reused.
+        """Write new values of single elements. `indices`: flat, int64. Copies `indices` and `values` immediately, since
+        their memory is reused.
         """
         ...
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        """Expect adapters. `weights`: maps each adapted weight to (name of A, name of B, rank, scale).
+        """Make the staging area expect adapters. `weights`: maps each adapted weight to (name of A, name of B, rank,
+        scale).
 
         `alone`: the push has no base weights; the adapters are added to the weights that the worker had before any
         adapter was added.
@@ -94,7 +95,7 @@ class BaseStagingArea(StagingArea, Protocol):
 
 
 class Kept(Protocol):
-    """A tensor, or the codes of a quantized one."""
+    """A tensor, or the codes of a quantized tensor."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -104,7 +105,7 @@ class Kept(Protocol):
 
 class KeptBase(Protocol):
     """The weights that a worker had before any adapter was added. `checksums`: the checksums computed so far, by
-    parameter. `kept`: the values of the parameters that adapters changed. They never change.
+    parameter. `kept`: the values of the parameters that adapters changed. The kept values never change.
     """
 
     @property
@@ -131,11 +132,13 @@ class LendableStagingArea(StagingArea, Protocol):
     def has_optional(self) -> bool: ...
 
     def lend(self) -> tuple[int, int, int, int]:
-        """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. Nothing is written afterwards."""
+        """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. After this call, the caller writes nothing to
+        the staging area.
+        """
         ...
 
     def withdraw(self) -> None:
-        """Stop lending. Processes that have mapped the memory keep their mapping."""
+        """Stop lending the memory. Processes that have mapped the memory keep their mapping."""
         ...
 
 
@@ -177,7 +180,7 @@ class Destination(Parameters, Protocol):
 
     def served_rows(self, name: str, start: int, length: int) -> torch.Tensor:
         """Return rows [start, start + length) of a served parameter as a dense tensor. For a matrix, `start` must be a
-        multiple of `ROW_MULTIPLE`, and `length` too, unless the rows include the last row.
+        multiple of `ROW_MULTIPLE`. `length` must be a multiple too, unless the rows include the last row.
         """
         ...
 
@@ -212,7 +215,8 @@ class _Tally:
 
 class Assembly:
     """Writes pieces into `staging`. `is_sparse`: whether pieces may be lists of changed elements instead of rows.
-    `in_place`: whether the staging is the live weights; nothing of a piece is then written before all of it is checked.
+    `in_place`: whether the staging is the live weights; if so, a piece is only written after the whole piece has been
+    checked.
     """
 
     def __init__(

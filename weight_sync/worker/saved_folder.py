@@ -61,8 +61,8 @@ class SavedPush(BaseModel):
 
 
 class SavedRecord(BaseModel):
-    """The saved weights. `model`, `dtype`, `quantization`: those of the worker. `push`: the push that the weights come
-    from. `base`: the push that names the saved weights before adapters; None without adapters.
+    """The saved weights. `model`, `dtype`, `quantization`: the worker's settings. `push`: the push that the weights
+    come from. `base`: the push that names the saved weights before adapters; None without adapters.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

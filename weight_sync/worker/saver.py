@@ -46,7 +46,7 @@ CHUNK_BYTES = 4 * 2**20
 RETRY_SECONDS = 60.0
 """Time after a failed write until the same weights are written again."""
 NICENESS = 10
-"""Of the thread. The engine's threads get the cores first."""
+"""Niceness of the saver's thread, so that the engine's threads get the cores first."""
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ class _Interrupted(Exception):
 
 
 class _SavedBase:
-    """The weights before adapters that the folder has. Adapters alone do not change them, so that most pushes of
-    adapters need not write them again. Keeps no tensor alive.
+    """The weights before adapters that the folder has. An adapters-only push does not change these weights, so most
+    pushes of adapters need not write the weights again. Keeps no tensor alive.
     """
 
     def __init__(self, push: SavedPush, weights: Mapping[str, Kept]) -> None:
@@ -112,7 +112,7 @@ class _SavedBase:
         self._weights = {name: weakref.ref(weight) for name, weight in weights.items()}
 
     def has(self, weights: Mapping[str, Kept]) -> bool:
-        """Return whether these are the very weights that were written. They never change once they are committed."""
+        """Return whether these are the very weights that were written. Committed weights never change."""
         same = self._weights
         return weights.keys() == same.keys() and all(same[name]() is weight for name, weight in weights.items())
 
@@ -267,7 +267,7 @@ class Saver(threading.Thread):
             self._conclude(order, push=order.push, num_saved=self.state.num_saved + 1, error="")
 
     def _conclude(self, order: _Order, **outcome: Any) -> None:
-        """Record the outcome of a write. The order is done, unless another has replaced it."""
+        """Record the outcome of a write. The order is done, unless another order has replaced it."""
         with self._turn:
             self._is_at_work = False
             if self._order is order:
@@ -326,8 +326,8 @@ class Saver(threading.Thread):
         return FolderWriter(parent, push.push_id, push.weight_version, weights.dtype, shapes, own_dtypes(weights))
 
     def _live_chunks(self, order: _Order) -> Iterator[tuple[str, memoryview]]:
-        """Yield the name and the bytes of each chunk of the live weights. A chunk is valid until the next is read.
-        Raise _Interrupted if `interrupt` was called.
+        """Yield the name and the bytes of each chunk of the live weights. A chunk is valid until the next chunk is
+        read. Raise _Interrupted if `interrupt` was called.
         """
         dtype_of = dtypes_of(self._weights)
         for name, shape in self._weights.shapes.items():

@@ -1,10 +1,11 @@
 """The layouts of quantized matrices: which tensors store a matrix [R, C], and what the tensors mean.
 
-A matrix has the name of a module, followed by `.weight`. In a layout, the module has a tensor with the codes, and
-others with scales and zero points. All tensors of a module have names that begin with the module's name. Codes and
-scales that are read have the format of the layout (`kernels.quantization`), without any further rounding:
+A matrix has the name of a module, followed by `.weight`. The module has one tensor with the codes, and further tensors
+with scales and zero points. The names of all tensors of a module begin with the module's name. Codes and scales are
+read in the format of the layout (`kernels.quantization`), without any further rounding:
 
-- Scales of a lower precision are converted to the dtype that the format has, which must be possible without rounding.
+- Scales of a lower precision are converted to the dtype of the format's scales. The conversion must be possible without
+  rounding.
 - NVFP4 of compressed-tensors has a number by which scales are divided. The format multiplies scales by the reciprocal
   of this number, rounded to float32.
 
@@ -43,8 +44,9 @@ class Member(NamedTuple):
     """One of the tensors that store a matrix.
 
     `suffix`: the part of the name after the module's name and a period. `dtypes`: the dtypes that the tensor may have,
-    as in the header of a safetensors file. `shape`: returns the shape, for R and C. `read`: for the tensor and (R, C),
-    returns what `Matrix` holds of it, or raises ValueError.
+    as in the header of a safetensors file. `shape`: returns the shape, for R and C. `read`: a function of the tensor
+    and (R, C) that checks the tensor, and returns the form in which `Matrix.fields` holds the tensor, or raises
+    ValueError.
     """
 
     suffix: str
@@ -60,8 +62,8 @@ class Layout:
     `codes`: the tensor with the codes. `unpack`: returns the codes in rows and columns of this tensor that are read
     together, uint8 [r, c]. `is_swapped`: the rows of this tensor are the columns of the matrix. `packed`: the number of
     codes that an element of this tensor holds, along its last axis. `others`: the other tensors, by the names of the
-    fields of `Quantized`, or by other names if only their `read` matters. `left_out`: suffixes of tensors for the
-    quantization of activations, which are not used.
+    fields of `Quantized`. A tensor that `read` only checks has a different name. `left_out`: suffixes of tensors for
+    the quantization of activations, which are not used.
     """
 
     format: Format
@@ -90,7 +92,7 @@ class Layout:
 
     @property
     def members(self) -> dict[str, Member]:
-        """All tensors: `codes`, and those of `others`."""
+        """All tensors of a matrix: `codes` and the tensors in `others`."""
         return {"codes": self.codes, **self.others}
 
     def is_left_out(self, name: str) -> bool:
@@ -100,9 +102,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is known of a stored matrix [R, C] besides its codes. `fields`: by the keys of `Layout.others`, what
-    `Member.read` returned.
-    """
+    """A stored matrix [R, C] without its codes. `fields`: results of `Member.read`, by the keys of `Layout.others`."""
 
     layout: Layout
     shape: Shape
@@ -114,9 +114,9 @@ class Matrix:
         return sum(tensor.nbytes for tensor in self.fields.values())
 
     def part(self, stored: Any, rows: range, columns: range) -> Quantized:
-        """Return rows and columns of the matrix. Both begin where a group or word begins, and end where one, or the
-        matrix, ends. `stored`: the tensor with the codes, as a tensor or as the result of `get_slice`. Raise
-        ValueError if a code means NaN.
+        """Return rows and columns of the matrix. Both ranges must begin at the first element of a group or word, and
+        end at the last element of a group, a word or the matrix. `stored`: the tensor with the codes, as a tensor or as
+        the result of `get_slice`. Raise ValueError if a code means NaN.
         """
         layout, group = self.layout, self.layout.format.group(self.shape[1])
         outer, inner = (columns, rows) if layout.is_swapped else (rows, columns)
@@ -187,7 +187,7 @@ def _refuse_nan(codes: Tensor) -> None:
 
 
 def _read_floats(tensor: Tensor, shape: Shape) -> Tensor:
-    """Check scales. A block of zeros may have the scale 0."""
+    """Check scales, and return them in float32. A block of zeros may have the scale 0."""
     wide = tensor.float()
     if num_bad := int((~(wide.isfinite() & (wide >= 0))).sum()):
         raise ValueError(f"{num_bad} of {tensor.numel()} scales are NaN, infinite or negative")

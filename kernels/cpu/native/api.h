@@ -5,8 +5,8 @@
 // preprocessor directives and no macros. The functions of INTERFACE take pointers, long, int and float.
 //
 // The comments of the ops' arguments (common.h) name the pointers that may be null. The caller has checked all sizes.
-// `bfloat16` is the type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32. A weight is
-// plain, or has one of the other numbers of `Format` (common.h) as its format; its values are then rounded to the type.
+// `bfloat16` is the type of all activations, weights and caches of a call: bfloat16 if nonzero, else float32. A weight
+// is plain, or quantized in a `Format` (common.h). The values of a quantized weight are rounded to the type.
 #pragma once
 
 #include <stdint.h>
@@ -77,8 +77,8 @@ struct RouterNumbers {
 };
 
 // The formats of a layer's matrices, in the order of `_layer_formats`. `inputs`: of q, k and v, or of the inputs of a
-// delta net. `mlp`: of gate, up and down, in the MLP or in the shared expert. `experts`: of gate_up and down. A router
-// and the score of a shared expert are plain.
+// delta net. `mlp`: of gate, up and down, in the MLP or in the shared expert. `experts`: of gate_up and down. Routers
+// and the scores of shared experts are never quantized.
 struct LayerFormats {
     double inputs[4], o, mlp[3], experts[2];
 };
@@ -267,7 +267,7 @@ void trueroll_layers(
 );
 
 // Computes the results of the sections of the n ids from `first` on. With statistics, also `top_values` and `top_ids`,
-// [count, k]. `HeadArgs` and `HeadSections` have the shapes. `edits`: or null.
+// [count, k]. See `HeadArgs` and `HeadSections` for the shapes. `edits`: or null.
 void trueroll_head_sections(
     long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, float scale, float soft_cap,
     long first, long count,
@@ -276,8 +276,8 @@ void trueroll_head_sections(
     float* top_values, int64_t* top_ids, const HeadEdits* edits
 );
 
-// Folds the results of all sections. `values` and `ids`: [count, offered], the candidates for the k top tokens.
-// `HeadResults` has the shapes. `edits`: those of `head_sections`, or null. `target_logprobs`: receives the log-probs of
+// Folds the results of all sections. `values` and `ids`: [count, offered], the candidates for the k top tokens. See
+// `HeadResults` for the shapes. `edits`: those of `head_sections`, or null. `target_logprobs`: receives the log-probs of
 // all targets.
 void trueroll_fold_sections(
     long threads, long count, long num_sections, const SectionResult* sections, long offered, const float* values,
@@ -302,14 +302,14 @@ void trueroll_convolve(
     const int64_t* drafted, void* out
 );
 
-// The recurrence of a gated delta net. `DeltaRuleArgs` has the shapes.
+// The recurrence of a gated delta net. See `DeltaRuleArgs` for the shapes.
 void trueroll_delta_rule(
     long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
     long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
     const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted, void* out
 );
 
-// The recurrence of a state space. `StateSpaceArgs` has the shapes.
+// The recurrence of a state space. See `StateSpaceArgs` for the shapes.
 void trueroll_state_space(
     long threads, int bfloat16, const void* xbc, const void* steps, const void* decay, const void* bias,
     const void* skip, float least, float most, long groups, long heads, long state_dim, long head_dim, float* states,
@@ -317,13 +317,14 @@ void trueroll_state_space(
     void* out
 );
 
-// `RouteArgs` has the shapes. `router`: `RouterNumbers`.
+// See `RouteArgs` for the shapes. `router`: `RouterNumbers`.
 void trueroll_route(
     long threads, int bfloat16, const void* logits, long count, long experts, long top_k, const void* router,
     const float* correction, int is_replayed, int32_t* ids, float* gates
 );
 
-// Applies the experts, with n inner columns each, to rows x [count, k]. `gated`: as `is_gated`. `ExpertsArgs` has the shapes.
+// Applies the experts, with n inner columns each, to rows x [count, k]. `gated`: as `is_gated`. See `ExpertsArgs` for
+// the shapes.
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
     const void* down, const void* down_bias, int gate_up_format, int down_format, long experts, long n, long top_k,

@@ -65,7 +65,7 @@ struct Keys {
     long first, end;
 };
 
-// The keys, of `keys` keys, that the queries of a tile see: query i sees [from(i), to(i)).
+// The keys that the queries of a tile see, out of `keys` keys: query i sees [from(i), to(i)).
 //
 // Without `ends`, query i sees the keys up to `first_to` + i. With `ends`, query i sees the keys up to the token ends[i],
 // and the split's first key is the token `start`.
@@ -76,7 +76,7 @@ struct Sight {
 
     long from(long query) const { return within(first_from + query); }
     long to(long query) const { return within(ends == nullptr ? first_to + query : ends[query] - start); }
-    // The same sight of the keys after the first `count` keys.
+    // The same, for the keys after the first `count` keys.
     Sight after(long count) const { return {first_from - count, first_to - count, keys - count, ends, start + count}; }
 
   private:
@@ -240,7 +240,8 @@ class Attention {
         return split;
     }
 
-    // The panel from a token on, as it lies in the cache; at most, from the last token on.
+    // The panel that begins at a token, as it lies in the cache. For a token past the last token, the panel that begins
+    // at the last token.
     CodedPanel coded_panel(const QueryTile& tile, long token) const {
         const long size = caches_.block_size, t = smaller(token, context(tile) - 1), offset = t % size;
         const long block = table(tile)[t / size], head = tile.kv_head;
@@ -251,7 +252,8 @@ class Attention {
         };
     }
 
-    // Copies n tokens from several blocks to `memory`, and sets the places of `panel`. The other tokens are zeros.
+    // Copies n tokens from several blocks to `memory`, and sets the places of `panel`. All other tokens of the panel
+    // are zeros.
     void gather(const QueryTile& tile, long token, long n, uint8_t* memory, CodedPanel& panel) const {
         const long D = dim_, V = value_dim_, numbers = caches_.shared_numbers(), of_keys = caches_.key_parts() * numbers;
         uint8_t *keys = memory, *values = keys + LANES * D;
@@ -430,7 +432,7 @@ class Attention {
         const float scale = args_.soft_cap > 0.0f ? 1.0f : args_.scale;
         const long panels = round_up(sight.keys, LANES) / LANES;
         if (args_.soft_cap > 0.0f) cap(scores, n, panels);
-        // Separate loops let a core overlap the rows.
+        // With separate loops, a core can compute several rows at the same time.
         for (long row = 0; row < n; ++row) out.peaks[row] = highest(scores + row * KV_SPLIT, seen(sight, row));
         for (long row = 0; row < n; ++row) {
             const float top = out.peaks[row];
@@ -507,7 +509,7 @@ class AttentionPlan {
         : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)),
           shared_(scratch<Splits>(SHARED, args.sequences)), first_parts_(scratch<long>(FIRST_PARTS, args.sequences)) {
         long tasks = 0;
-        // `members` reads both.
+        // `members` reads both arrays.
         for (long i = 0; i < args_.sequences; ++i) {
             shared_[i] = shared_with_previous(i), first_parts_[i] = 1;
             splits_ = larger(splits_, round_up(args_.context_lens[i], KV_SPLIT) / KV_SPLIT);

@@ -114,8 +114,8 @@ inline F cached_values(const uint8_t* codes, F scales, F zeros) {
 }
 
 // The codes of the keys and values of 16 tokens. Keys are [head_dim][key_stride], values [16][value_dim]. `key_shared`,
-// `value_shared`: the shared numbers of the first vector; those of the next kind and of the next vector follow
-// `shared_stride` later each. `next_keys`, `next_values`: codes that are needed later, which are prefetched.
+// `value_shared`: the scales of the first vectors. The zero points lie `shared_stride` later, and the numbers of the
+// second vectors follow in the same way. `next_keys`, `next_values`: codes that are needed later, which are prefetched.
 struct CodedPanel {
     const uint8_t *keys, *values;
     long key_stride;
@@ -124,7 +124,8 @@ struct CodedPanel {
     const uint8_t *next_keys, *next_values;
 };
 
-// The panels of a split of the keys. `scales`, `zeros`: those of the values of each token; 0 for tokens that no query sees.
+// The panels of a split of the keys. `scales`, `zeros`: the scale and the zero point of each token's values; 0 for
+// tokens that no query sees.
 struct CodedSplit {
     CodedPanel panels[KV_SPLIT / LANES];
     long count;
@@ -140,7 +141,8 @@ struct SharedNumbers {
         : scales(load_halves(at)), zeros(has_zeros ? load_halves(at + stride) : set1(0.0f)) {}
 };
 
-// The vectors of the keys of a panel: the first elements, and in latent attention the rest.
+// The shared numbers of the vectors of a panel's keys. `part`: 0 for the first elements of the keys; in latent
+// attention, 1 for the rest.
 template <CacheFormat FORMAT, class T>
 SharedNumbers shared_by_keys(const Caches<T>& caches, const CodedPanel& panel, long part) {
     const uint16_t* at = panel.key_shared + part * caches.shared_numbers() * panel.shared_stride;
@@ -166,7 +168,7 @@ void expand_keys(const Caches<T>& caches, const CodedPanel& panel, T* out) {
 inline void store_tokens(float* out, long V, F x, F y) { store(out, x), store(out + V, y); }
 inline void store_tokens(bf16* out, long, F x, F y) { store_columns<true>(out, x, y); }
 
-// Expands the values of a panel. `scales`, `zeros`: those of the 16 tokens.
+// Expands the values of a panel. `scales`, `zeros`: the scales and zero points of the 16 tokens.
 template <CacheFormat FORMAT, class T>
 void expand_values(const Caches<T>& caches, const CodedPanel& panel, const float* scales, const float* zeros, T* out) {
     const long V = caches.value_dim;
@@ -182,7 +184,8 @@ void expand_values(const Caches<T>& caches, const CodedPanel& panel, const float
     }
 }
 
-// The most rows for which attention expands codes in registers, instead of in memory, which does not change the bits.
+// For up to this number of rows, attention expands codes in registers instead of in memory. Both ways give the same
+// bits.
 #ifdef HAS_TILES
 constexpr long CODED_ROWS = 0;
 #else
@@ -230,7 +233,7 @@ void coded_scores(const Caches<bf16>& caches, const bf16* q, const CodedPanel* p
 }
 
 // The products of M rows of weights and the elements [first, first + 16 N) of the values of some panels. `scales`,
-// `zeros`: those of all tokens.
+// `zeros`: the scales and zero points of all tokens.
 template <CacheFormat FORMAT, int M, int N>
 void coded_sums(
     const Caches<bf16>& caches, const bf16* weights, const CodedPanel* panels, long count, const float* scales,

@@ -1,15 +1,15 @@
 // Quantized matrices: the expansion of panels of codes and scales to values of T. kernels/cpu/quantized.py describes the
 // panels, kernels/quantization.py the values. A part of kernels.h.
 //
-// A value is the float32 product of a number and a scale, rounded to T. A group with ordinary scales is expanded by a
-// faster way to the same bits: no product of its numbers and scales overflows, or is a denormal number, which the CPU's
-// own conversion to bfloat16 would treat as zero.
+// A value is the float32 product of a number and a scale, rounded to T. A group with ordinary scales is expanded in a
+// faster way, which gives the same bits. With ordinary scales, no product of a number and a scale overflows or is a
+// denormal number. The CPU's own conversion to bfloat16 would treat denormal numbers as zero.
 
 constexpr long EXPANDED_PANELS = 4;
 constexpr float LEAST_ORDINARY = 0x1p-100f, LARGEST_ORDINARY = 64.0f;
 constexpr float LARGEST_E4M3 = 448.0f;
 
-// Of the columns [c, c + 2) of 16 rows, each format has BYTES bytes of codes. `numbers` gives the numbers of both
+// Each format stores the columns [c, c + 2) of 16 rows in BYTES bytes of codes. `numbers` gives the numbers of both
 // columns, divided by FACTOR.
 struct E4m3 {
     static constexpr long BYTES = 2 * LANES;
@@ -90,7 +90,7 @@ struct CodePlaces {
     long group_end(long column) const { return ((column >> group_bits) + 1) << group_bits; }
 };
 
-// What the rows of a panel share in one group of columns.
+// The scales and zero points of a panel's rows in one group of columns.
 struct Shared {
     F scales, zeros;
 
@@ -127,7 +127,8 @@ inline U rounding(F x) {
     return add(raw, add(set1(0x7FFFu), bit_and(shift_right<16>(raw), set1(1u))));
 }
 
-// Returns pairs of values rounded to bfloat16, in the order of a panel. IS_EXACT: they are numbers of bfloat16.
+// Returns pairs of values rounded to bfloat16, in the order of a panel. IS_EXACT: bfloat16 represents the values
+// exactly.
 template <bool IS_ORDINARY, bool IS_EXACT = false>
 inline U rounded_pairs(F x, F y) {
     if constexpr (IS_EXACT) return bit_xor(shift_right<16>(bits(x)), bit_and(bits(y), set1(0xFFFF0000u)));
@@ -152,7 +153,8 @@ inline void store_columns(bf16* out, F x, F y) {
 
 constexpr long LINE = 64;  // codes are read line by line
 
-// Computes the values of two neighbouring columns. `scales`: with ordinary scales, multiplied by the element's FACTOR.
+// Computes the values of two neighbouring columns. `scales`: if the scales are ordinary, they are already multiplied by
+// the element's FACTOR.
 template <class Element, bool IS_ORDINARY>
 inline void values_of(const uint8_t* codes, F scales, F zeros, F& x, F& y) {
     Element::numbers(codes, zeros, x, y);
@@ -176,8 +178,8 @@ void expand_codes(const uint8_t* codes, long bytes, long ahead, const Shared& sh
 }
 
 // Expands the steps [start, end) of a quantized panel, and up to CODE_COLUMNS columns before and after them, to a plain
-// panel at `out`. Returns the place of step `start`. Prefetches as many bytes from `next` on as it reads; null: from the
-// end of the steps on.
+// panel at `out`. Returns the place of step `start`. Prefetches as many bytes as it reads, from `next` on; if `next` is
+// null, from the end of the steps on.
 template <class T>
 const T* expand(const Panel<T>& panel, long start, long end, const char* next, T* out) {
     const CodePlaces places(panel.format);

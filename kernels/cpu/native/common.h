@@ -64,7 +64,7 @@ struct Panel {
     long steps() const { return round_up(columns, COLUMN_MULTIPLE<T>) / PAIR<T>; }
     // The values of a plain panel from a step on.
     const T* from(long step) const { return reinterpret_cast<const T*>(data) + step * LANES * PAIR<T>; }
-    // The panel that lies this number of panels further.
+    // The panel that is this number of panels further on.
     const char* later(long panels) const { return data + panels * bytes; }
 };
 
@@ -86,7 +86,7 @@ struct Matrix {
         const long bytes = panel_bytes();
         return {reinterpret_cast<const char*>(data) + p * bytes, bytes, columns, format};
     }
-    // A panel, and an element, of a plain matrix.
+    // The panels and the elements of a plain matrix.
     T* plain_panel(long p) const { return data + p * steps() * LANES * PAIR<T>; }
     T& at(long row, long column) const {
         return plain_panel(row / LANES)[(column / PAIR<T> * LANES + row % LANES) * PAIR<T> + column % PAIR<T>];
@@ -296,8 +296,9 @@ constexpr long NO_WINDOW = 1l << 62;
 
 constexpr double L2_EPS = 1e-6;  // as in kernels/contract.py
 
-// As `StateBatch` in kernels/contract.py: each sequence's rows, the slot of its state before these rows (-1 for none),
-// the slot of its state after these rows, and how many of its last rows do not enter this state (null for none).
+// As `StateBatch` in kernels/contract.py. For each sequence: its rows; the slot of the state before these rows (-1 for
+// none); the slot of the state after these rows; and the number of last rows that do not enter this state (null if
+// there are no such rows).
 struct StateBatch {
     long sequences;
     const int64_t *starts, *reads, *writes, *drafted;
@@ -524,8 +525,8 @@ void parallel(long tasks, const Body& body) {
 
 long num_threads();
 
-// A guard that is held during a call into the library. It allows only one such call at a time. The call runs on
-// `threads` threads, with the default float mode.
+// A guard that is held during a call into the library. Only one guard can be held at a time. The call runs on `threads`
+// threads, with the default float mode.
 class Call {
   public:
     explicit Call(long threads);

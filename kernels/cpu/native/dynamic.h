@@ -2,14 +2,15 @@
 // A part of kernels.h.
 //
 // INTEGERS: the codes of a panel are the integers of the matrix plus 128, since the instructions for products of bytes
-// multiply unsigned by signed bytes. 128 times the sum of a row's integers is subtracted from its products. Sums of 32
-// bits may wrap in between, but the final sum is exact.
+// multiply unsigned by signed bytes. 128 times the sum of a row's integers is subtracted from its products.
+// Intermediate sums of 32 bits may wrap around, but the final sum is exact.
 //
-// E4M3_NUMBERS: every T represents the numbers exactly. Rows of activations become rows of their numbers, panels are
-// expanded to their numbers (codes.h), and the product is that of plain rows and plain panels (products.h).
+// E4M3_NUMBERS: every T represents the numbers exactly. Rows of activations are converted to rows of numbers, and
+// panels are expanded to numbers (codes.h). The product is then computed as for plain rows and plain panels
+// (products.h).
 
-// The integers of rows of activations, four columns after four, padded with zeros to whole CODE_COLUMNS. Without
-// products of bytes, the columns 0, 2, 1 and 3 of each four follow one another, as integers of 16 bits.
+// The integers of rows of activations, padded with zeros to a multiple of CODE_COLUMNS. Without products of bytes, the
+// integers have 16 bits, and each four columns are in the order 0, 2, 1, 3.
 #ifdef HAS_DOT_INT8
 typedef int8_t Code;
 constexpr int DYNAMIC_ACCUMULATORS = ACCUMULATORS;
@@ -226,7 +227,7 @@ auto coded_tile_of(long m, std::integer_sequence<int, M...>) {
     return tiles[m - 1];
 }
 
-// All rows and N panels. Each tile prefetches its share of `bytes` bytes of each panel.
+// Multiplies all rows by N panels. Each tile prefetches its share of `bytes` bytes of each panel.
 template <int N>
 void multiply_coded_panels(
     const CodedRows& a, long m, long column, const uint8_t* const* b, long bytes, const uint8_t* const* next,
@@ -253,7 +254,7 @@ inline F scaled(F sums, const Panel<T>& panel, float scale) {
     return mul(mul(sums, load(reinterpret_cast<const float*>(panel.data))), set1(scale));
 }
 
-// Converts sums of codes over the columns [first, last) to products.
+// Subtracts the offset of the codes from sums over the columns [first, last), and multiplies the sums by the scales.
 template <class T>
 void finish_coded(
     const CodedRows& a, long m, const Panel<T>* panels, long n, long first, long last, float* c, long ldc
@@ -269,7 +270,7 @@ void finish_coded(
     }
 }
 
-// Converts sums of products of numbers to products.
+// Multiplies sums of products of numbers by the scales.
 template <class T>
 void finish_numbers(const NumberRows<T>& a, long m, const Panel<T>* panels, long n, float* c, long ldc) {
     for (long row = 0; row < m; ++row)

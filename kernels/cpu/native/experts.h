@@ -214,8 +214,8 @@ class RoutedRows {
         });
     }
 
-    // Activates 16 inner columns. The product with gate is at `c`, and the product with up is at `c` + `distance`. Without
-    // gates, both are the same.
+    // Activates 16 inner columns. The product with gate is at `c`, and the product with up is at `c` + `distance`.
+    // Without gates, both products are the same.
     void activate_inner(const Piece& piece, long row, long column, const float* c, long distance) const {
         F gate = load(c), up = load(c + distance);
         if (args_.gate_up_bias != nullptr) {

@@ -1,6 +1,6 @@
-// Filters: which tokens of a row stay. A part of api.cpp.
+// Filters: which tokens of a row remain after `top_k`, `top_p` and `min_p`. A part of api.cpp.
 
-// An integer for a float. Ascending integers are descending floats. The float is not NaN.
+// An integer for a float that is not NaN. Higher integers stand for lower floats.
 inline uint32_t key_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -106,7 +106,7 @@ struct Filters {
     long top_k;
     float top_p, min_p;
 
-    // A guess at how far the logits that stay lie below the highest one.
+    // An estimate of the distance between the highest and the lowest logit that stay.
     float depth() const {
         return top_k < 0 && top_p >= 1.0f && min_p > 0.0f ? std::max(-std::log(min_p), 0.0f) + 0.1f : 2.0f;
     }

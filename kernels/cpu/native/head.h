@@ -78,7 +78,8 @@ inline void add_exponentials(F x, F shift, F& sums, F& weighted) {
     weighted = fma(e, bounded, weighted);
 }
 
-// Whether all values are -inf, if none is above -inf. Otherwise, some are NaN, which a maximum may ignore.
+// Returns whether all values are -inf, for values of which none is above -inf. If the result is false, some values are
+// NaN, which a maximum may ignore.
 inline bool is_nothing(const float* x, long n) {
     F sums = set1(0.0f);
     for (long i = 0; i + LANES <= n; i += LANES) sums = add(sums, load(x + i));
@@ -126,9 +127,9 @@ inline void raise_bound(float* bound, float value) {
     }
 }
 
-// The k highest values of a row with their ids. Among equal values, the lower id is higher. The result does not depend on
-// the order in which threads offer values. The result for a row with NaN is arbitrary. Until `sort`, the values are a
-// heap with the lowest value first, so that an offer takes a time proportional to log k.
+// The k highest values of a row with their ids. Among equal values, the value with the lower id counts as higher. The
+// result does not depend on the order in which threads offer values. The result for a row with NaN is arbitrary. Until
+// `sort`, the values are a heap with the lowest value first, so that an offer takes a time proportional to log k.
 struct Highest {
     long k;
     float* values;

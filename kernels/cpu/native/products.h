@@ -166,9 +166,9 @@ constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 #ifdef HAS_TILES
 #include "isa/tiles_amx.h"
 #elif !defined(HAS_DOT_BF16)
-// The fewest rows for which a product first converts both factors to float32, which does not change the bits. With
-// AVX2, a tile of float32 factors takes two thirds of the time of a tile that converts the factors at each step.
-// Converting a panel takes as long as multiplying the panel with two rows.
+// With at least this number of rows, a product first converts both factors to float32. The conversion does not change
+// the bits. With AVX2, a tile of float32 factors takes two thirds of the time of a tile that converts the factors at
+// each step. Converting a panel takes as long as multiplying the panel with two rows.
 constexpr long CONVERTED_ROWS = 3 * PASS_ROWS<bf16>;
 
 // Converts the first n panels of each round. `table`: receives the places of the converted panels.
@@ -262,7 +262,7 @@ void multiply_expanded(
     }
 }
 
-// The most rows for which codes are expanded in registers, for each tile again.
+// For up to this number of rows, codes are expanded in registers, separately for each tile.
 #ifdef HAS_TILES
 constexpr long FUSED_ROWS = 0;
 #else

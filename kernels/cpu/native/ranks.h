@@ -22,8 +22,8 @@ void add_rows(const float* const* slots, long start, long rows, long columns, co
     });
 }
 
-// Returns the peaks of rows of which each rank has some columns (kernels/dynamic.py). A row's peak is NaN if any rank's is.
-// After a failure, the peaks are arbitrary.
+// Returns the peaks of rows of which each rank has some columns (kernels/dynamic.py). A row's peak is NaN if the peak
+// of any rank's columns is NaN. After a failure, the peaks are arbitrary.
 template <class T>
 const float* exchange_peaks(RankExchange& ranks, const Input<T>& x) {
     float* peaks = scratch<float>(PEAKS, x.count);

@@ -250,8 +250,8 @@ struct HeadStates {
 };
 
 // Runs a recurrence over each head of each sequence. `recur(head, row, end, before, after, ahead)` computes rows [row,
-// end) of a head, from the state `before` (null for zeros) to the state `after`. Drafted rows go on from the stored state
-// in scratch memory.
+// end) of a head, from the state `before` (null for zeros) to the state `after`. Drafted rows continue from the stored
+// state, but keep their own state in scratch memory.
 template <class Recur>
 void recur_heads(const HeadStates& states, const Recur& recur) {
     const StateBatch& batch = states.batch;

@@ -115,7 +115,7 @@ def test_a_packed_weight_follows_its_memory(make: Callable[[int], Arena]) -> Non
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "device"])
 def test_forked_processes_do_not_have_the_memory(kind: str) -> None:
-    """Otherwise the memory would stay in use after `drop`, and double with each write."""
+    """If a forked process had the memory, it would stay in use after `drop`, and each write would copy pages."""
     arena, other = KINDS[kind](4 * MIB), KINDS[kind](4 * MIB)
     address = arena.empty(torch.uint8, 4 * MIB).data_ptr()
     other.empty(torch.uint8, 4 * MIB)

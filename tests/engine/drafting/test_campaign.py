@@ -11,7 +11,7 @@ from .campaign import Campaign, Seen
 from .test_exactness import FAMILIES
 
 LEAST_TOKENS = int(os.environ.get("TRUEROLL_CAMPAIGN_TOKENS", "3000"))
-# One family for each further mechanism. A run of all tests leaves them out.
+# One family for each further mechanism. `make test` does not use these families.
 MECHANISMS = (
     "smollm3",
     "glm4_moe",

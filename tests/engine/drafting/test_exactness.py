@@ -112,7 +112,7 @@ def test_drafts_change_no_bit(family: str, steps_ahead: int, tmp_path: Path) -> 
         counts = [(sample.num_drafted_tokens, sample.num_accepted_tokens) for sample in found.values()]
         [stats] = engine.stats().drafts
         assert tuple(map(sum, zip(*counts, strict=True))) == (stats.num_drafted, stats.num_accepted)
-        if not steps_ahead:  # steps ahead compute a token more after a stop
+        if not steps_ahead:  # with steps queued ahead, one more token is computed after a stop
             assert engine.stats().expert_tokens == plain.stats().expert_tokens
             assert engine.stats().computed_tokens == plain.stats().computed_tokens
 
@@ -135,7 +135,9 @@ def small(family: str, tmp_path: Path) -> tuple[dict[str, Any], LoadedModel]:
 @thinned(lambda steps_ahead, family, **_: steps_ahead or family == "llama")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rejected_drafts_leave_nothing_behind(family: str, tmp_path: Path) -> None:
-    """Preemptions, chunks and hits beside wrong drafts: only true prefixes are published, and windows keep their KV."""
+    """Wrong drafts are combined with preemptions, chunks and hits. Only true prefixes are published, and windows keep
+    their KV.
+    """
     config, loaded = small(family, tmp_path)
     asked = [generate(str(i), tokens(21 + i, seed=i // 2), n=2, max_tokens=30, seed=i) for i in range(6)]
     expected = run(make(loaded, config | dict(num_blocks=512), None), asked)
@@ -236,7 +238,7 @@ def test_ids_outside_the_vocabulary_end_a_draft(tmp_path: Path) -> None:
 
 
 def test_repeats_are_drafted_and_change_no_bit(tmp_path: Path) -> None:
-    """The samples of a group, then the same seeds again, which repeat all of their tokens."""
+    """The samples of a group are drawn twice with the same seeds, so the second run repeats all tokens."""
     config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
     loaded = load_model(EngineConfig(**config))
     asked = [generate("a", np.tile(tokens(8), 4), n=4, max_tokens=40)]
@@ -272,7 +274,7 @@ def test_while_drafting_pauses_no_drafter_is_asked_and_steps_run_ahead(steps_ahe
 def test_a_pause_that_begins_while_drafts_are_in_flight_changes_no_bit(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fifteen wrong drafts, then one that is partly right but costs more than it gains: the next step runs ahead."""
+    """After fifteen wrong drafts, one draft is partly right but costs more than it gains. The next step runs ahead."""
     config = dict(model=str(make_tiny_model(family, tmp_path / "model")), num_blocks=512, num_threads=1)
     loaded, asked = load_model(EngineConfig(**config)), [generate("a", tokens(9), max_tokens=80)]
     expected = run(make(loaded, config, None), asked)["a", 0]
@@ -324,7 +326,9 @@ def test_nothing_is_kept_of_samples_that_have_ended(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_is_aborted_with_drafts_in_flight_is_counted_nowhere(steps_ahead: int, tmp_path: Path) -> None:
-    """Neither in the sample nor in the statistics: their sums equal those of the samples."""
+    """Its drafts count neither in a sample nor in the statistics. The sums of the statistics equal the sums over the
+    samples.
+    """
     config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
     loaded = load_model(EngineConfig(**config))
     asked = [generate(name, tokens(9, seed=seed), max_tokens=40) for seed, name in enumerate("ab")]

@@ -66,7 +66,7 @@ def accepted(engine: Engine, before: tuple[int, ...] = (0, 0, 0)) -> tuple[int, 
 @thinned(lambda steps_ahead, family: steps_ahead or family == "qwen3_5_moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_acceptance_after_a_hit_equals_that_after_a_miss(family: str, tmp_path: Path) -> None:
-    """For prompts of every length up to two blocks, so that hits end within, at and behind a block."""
+    """The prompts have every length up to two blocks, so that hits end within a block, at its end and behind it."""
     engine = make(make_mtp_model(family, tmp_path / "model"), block_size=4, state_interval=4)
     for length in range(5, 14):
         asked = [generate(f"{length}", tokens(length, seed=length), n=3, max_tokens=25, temperature=0.7)]
@@ -79,7 +79,7 @@ def test_acceptance_after_a_hit_equals_that_after_a_miss(family: str, tmp_path: 
 
 
 def test_chunks_preemptions_and_interruptions_lose_no_draft(tmp_path: Path) -> None:
-    """Everything is computed again or in pieces, and the module guesses the same."""
+    """Sequences are computed again or in pieces, and the module makes the same guesses."""
     model = make_mtp_model("qwen3_5", tmp_path / "model")
     asked = [generate(str(i), tokens(21 + i, seed=i // 2), n=2, max_tokens=30, seed=i) for i in range(6)]
     roomy = make(model)
@@ -133,7 +133,9 @@ class Reference:
 
 
 def test_the_module_computes_what_transformers_layers_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights, so that a token or a hidden state of another position, or swapped halves, show."""
+    """The weights are random, so that the test detects swapped halves, and a token or a hidden state of another
+    position.
+    """
     model = make_mtp_model("qwen3_5", tmp_path / "model", scale=1.0)
     randomize(model)
     computed: list[tuple[Tensor, Tensor]] = []
@@ -244,7 +246,7 @@ def test_models_without_a_module_are_refused(tmp_path: Path) -> None:
 
 
 def test_modules_that_are_not_supported_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A module without one of its tensors, one with a second layer, and one with embeddings of its own."""
+    """The modules are one without one of its tensors, one with a second layer, and one with its own embeddings."""
     caplog.set_level("INFO", "trueroll")
     model = make_mtp_model("qwen3_next_moe", tmp_path / "model")
     tensors = read_tensors(model)
@@ -268,7 +270,7 @@ def test_modules_that_are_not_supported_are_left_out(tmp_path: Path, caplog: pyt
 
 
 def test_the_better_drafter_is_chosen_for_each_sample_and_step(tmp_path: Path) -> None:
-    """A prompt that repeats itself and one that does not."""
+    """One prompt repeats itself, and the other prompt does not."""
     model = make_mtp_model("qwen3_5", tmp_path / "model")
     asked = [generate("a", np.tile(tokens(6), 6), max_tokens=60), generate("b", tokens(30), n=3, max_tokens=60)]
     expected = {key: parts(sample) for key, sample in run(plain(model), asked).items()}
@@ -308,7 +310,7 @@ def is_of_mtp(name: str) -> bool:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_push_without_the_module_keeps_it(in_place: bool, tmp_path: Path) -> None:
-    """Through a sleep that drops the weights, too. A push with the module replaces it."""
+    """The worker keeps the module even through a sleep that drops the weights. A push with the module replaces it."""
     model = make_mtp_model("qwen3_5", tmp_path / "model")
     engine, tensors = make(model), read_tensors(model)
     asked = [generate("a", tokens(30), n=2, max_tokens=30)]
@@ -346,7 +348,7 @@ def test_half_a_module_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_borrower_keeps_its_module(tmp_path: Path) -> None:
-    """The lender's memory has no module, or the pushed one."""
+    """The lender's memory has no module, or has the pushed module."""
     model = make_mtp_model("qwen3_5", tmp_path / "model")
     lender, borrower = make(model), make(model)
     tensors = read_tensors(model)
@@ -380,7 +382,9 @@ def test_a_module_that_was_half_overwritten_must_be_pushed(tmp_path: Path) -> No
 
 
 def test_every_state_that_is_read_is_that_of_the_token_before(tmp_path: Path) -> None:
-    """With every draft wrong, each step goes on from the state of its first row; 9 + 20 tokens fill several blocks."""
+    """Every draft is wrong, so each step continues from the state of its first row. The 9 + 20 tokens fill several
+    blocks.
+    """
     model = make_mtp_model("qwen3_5", tmp_path / "model", scale=0.5)
     engine = make(model, num_speculative_tokens=3, block_size=4)
     mtp = engine._executor._runner.mtp  # type: ignore[attr-defined]

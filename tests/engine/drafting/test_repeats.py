@@ -122,7 +122,9 @@ def test_a_prompt_larger_than_the_budget_is_dropped_and_the_next_one_served() ->
 
 
 def test_a_guess_stays_when_its_index_is_dropped_and_made_again() -> None:
-    """In one step: a guess for one sequence, then its index goes, and comes back for another sequence."""
+    """In one step, the drafter guesses for one sequence, drops the index, and makes the index again for another
+    sequence.
+    """
     drafter = RepeatsDrafter(budget=38_000)
     first, second = sequence([*range(100)], [1, 2, 1, 2]), sequence([*range(500, 600)], [1, 2, 1, 2])
     assert drafter.expect(first, 0, 2)

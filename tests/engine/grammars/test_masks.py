@@ -129,7 +129,7 @@ def test_many_masks_take_several_calls(expected: Any, tiny_llama: Path, monkeypa
 
 
 def test_a_long_text_has_more_time(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would seem the fault of the grammar, which is then refused for all users."""
+    """Otherwise, the grammar would seem to be at fault, and would be refused for all users."""
     seconds, ask = list[float](), child_process.ChildProcess.ask
 
     def listen(self: Any, message: bytes, limit: float, *args: Any, **kwargs: Any) -> bytes:
@@ -184,7 +184,7 @@ def fail(walk: Walk) -> None:
 def test_a_grammar_that_fails_in_mid_run_ends_alone(
     deed: Any, error: str, expected: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The walks of the hostile grammar, which are those with the stop token 7, fail after two tokens."""
+    """The samples of the hostile grammar have the stop token 7. Their walks fail after two tokens."""
 
     class Hostile(Walk):
         is_hostile = False
@@ -236,7 +236,7 @@ def test_a_bomb_is_refused_and_remembered(name: str, tiny_llama: Path, monkeypat
 
 
 def test_a_grammar_stays_prepared_for_the_request_that_waits(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise many new grammars would make the engine's thread try it again, between two steps."""
+    """Otherwise, after many new grammars, the engine's thread would try this grammar again, between two steps."""
     engine, first, second = make_engine(tiny_llama), Grammar(regex="a+"), Grammar(regex="b+")
     monkeypatch.setattr(masks, "MOST_TEMPLATES", 1)
     held = engine.grammars.prepare(first)
@@ -273,7 +273,7 @@ def test_without_the_package_a_grammar_is_refused(tiny_llama: Path, monkeypatch:
 
 
 def test_tokens_outside_the_grammar_are_refused(tiny_llama: Path) -> None:
-    """The last token of a score may be an excluded one: then its log-prob is -inf."""
+    """The grammar may exclude the last token of a score. The log-prob of this token is then -inf."""
     engine = make_engine(tiny_llama)
     found = run(engine, [INNOCENT[1]])["choice", 0]
     whole = [*PROMPT, *found.token_ids]

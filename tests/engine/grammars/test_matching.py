@@ -37,7 +37,7 @@ def allowed(mask: np.ndarray) -> set[int]:
 
 
 def accepts(text: TokenText, string: str, **grammar: Any) -> bool:
-    """Return whether the grammar has a text, token by token: one byte each."""
+    """Return whether the grammar accepts a text, token by token. Each token is one byte."""
     walk, ids = walk_of(text, **grammar), string.encode()
     return walk.append(ids) == len(ids) and EOS in allowed(walk.masks(())[0])
 
@@ -236,7 +236,7 @@ def test_what_is_no_grammar_is_refused(grammar: dict[str, str], text: TokenText)
 
 
 def test_masks_are_the_same_along_all_ways(text: TokenText) -> None:
-    """One by one, after a replay, and with tokens that are taken back."""
+    """Tokens are appended one by one, replayed, and taken back."""
     string = b'{"a": [1, "foo\\n"], "b": null}'
     whole = walk_of(text, json_object=True).masks(string)
     assert len(whole) == len(string) + 1

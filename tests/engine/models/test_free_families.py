@@ -118,7 +118,7 @@ def test_a_step_done_wrong_is_noticed(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_both_spellings_of_a_file_load_the_same_bits(tmp_path: Path, family: str, older: str, newer: str) -> None:
-    """transformers saves the older one, and its modules have the newer one."""
+    """transformers saves the older spelling, and its modules have the newer spelling."""
     saved = make_tiny_model(family, tmp_path / "saved")
     other = tmp_path / "other"
     other.mkdir()
@@ -194,7 +194,7 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
 @pytest.mark.parametrize("family", (*FREE, "ministral"))
 @thinned(lambda family, dtype, backend: (dtype, backend) == ("bfloat16", "cpu") or family == "smollm3")
 def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str, dtype: str, backend: str) -> None:
-    """The samples were drawn in company, some after a preemption, and their prompts were partly cached."""
+    """The samples were drawn together with other samples, some after a preemption. Their prompts were partly cached."""
     folder = make_tiny_model(family, tmp_path)
     states: dict[str, Any] = dict(state_interval=16) if describe(read_config(folder)).recurrent else {}
     rollout = roll_out(folder, (80, 40, 5), dtype=dtype, backend=backend, **states)

@@ -97,8 +97,8 @@ def test_a_step_done_wrong_is_noticed(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("family", OF_LATENT)
 @thinned(lambda family, dtype, backend: (dtype, backend) == ("bfloat16", "cpu") or family == "deepseek_v3")
 def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str, dtype: str, backend: str) -> None:
-    """The samples were drawn in company, some after a preemption, and their prompts were partly cached. The trainer
-    chooses experts itself, or takes those of the rollout.
+    """The samples were drawn together with other samples, some after a preemption. Their prompts were partly cached.
+    The trainer chooses experts itself, or takes those of the rollout.
     """
     folder = make_tiny_model(family, tmp_path, dtype)
     rollout = roll_out(folder, (80, 40, 5), routes=True, dtype=dtype, backend=backend)

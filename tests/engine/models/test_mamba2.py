@@ -254,7 +254,7 @@ def test_outputs_of_two_mixers_are_added_before_the_residual(
     monkeypatch.setattr(reference, "rmsnorm", rmsnorm)
     monkeypatch.setattr(reference, "project_back", project_back)
     ours.logits(prompt(50))
-    x, _, _, after = seen["rmsnorm"][:4]  # between them, the norms of two groups
+    x, _, _, after = seen["rmsnorm"][:4]  # calls 1 and 2 norm the two groups
     attended, recurred = seen["project_back"][:2]
     attended, recurred = ((each.float() * scale).bfloat16() for each, scale in ((attended, 0.8 * 1.4), (recurred, 0.7)))
     assert torch.equal(after, x + (attended + recurred))
@@ -276,8 +276,8 @@ def test_published_settings_of_falcon_h1_are_read() -> None:
 
 
 def test_both_spellings_are_read_alike(models: dict[str, Path], tmp_path: Path) -> None:
-    """The names of the module differ from the names in files: the beginnings, and those of experts. In old files, a
-    text lists the types of the layers.
+    """The names of the module differ from the names in files in their beginnings, and in the names of experts. In old
+    files, a text lists the types of the layers.
     """
     folder = models["nemotron_h"]
     raw, in_file = read_config(folder), load_file(folder / SINGLE_FILE)

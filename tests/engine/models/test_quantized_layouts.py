@@ -86,7 +86,7 @@ def int8(rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, T
 
 
 def of_bfloat16(name: str, rows: int, columns: int, generator: torch.Generator) -> tuple[Stored, Tensor]:
-    """The values are quantized to the same codes and scales again."""
+    """Quantizing the values again gives the same codes and scales."""
     found = quantize(torch.randn(rows, columns, generator=generator).mul_(0.05).bfloat16(), FORMATS[name])
     codes = found.codes.view(torch.int8 if found.format.element == "int8" else torch.float8_e4m3fn)
     return dict(weight=codes, weight_scale=found.scales), found.values()
@@ -189,7 +189,7 @@ WITH_ACTIVATIONS = {"int8": "int8_dynamic", "fp8_channel": "fp8_dynamic"}
 
 def make_both(folder: Path, out: Path, write: Writer, config: dict[str, Any]) -> dict[str, Tensor]:
     """Save the model of `folder` with random projections in the layout of `write` to `out / "quantized"`, and with the
-    same values in float32 to `out / "plain"`. Return the tensors of the former.
+    same values in float32 to `out / "plain"`. Return the tensors of the quantized model.
     """
     generator, plain, stored = torch.Generator().manual_seed(0), load_file(folder / FILE), dict[str, Tensor]()
     for name, tensor in plain.items():
@@ -291,7 +291,7 @@ def test_samples_and_log_probs_are_those_of_a_plain_checkpoint(layout: str, fold
 def test_activations_per_token_are_those_of_the_format(
     layout: str, setting: str, llama: Path, tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The values are quantized to the same codes and scales again, so a plain checkpoint has the same samples."""
+    """Quantizing the values again gives the same codes and scales, so a plain checkpoint has the same samples."""
     config, request = of_tokens(WRITERS[layout][1]), generate("a", tokens(40), n=2)
     make_both(llama, tmp_path, partial(of_bfloat16, layout), config)
     served = make_engine(tmp_path / "quantized", backend=backend, quantization="auto")

@@ -251,7 +251,7 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
 
 
 def test_a_size_of_no_shared_expert_is_read(tmp_path: Path) -> None:
-    """As in published files of MiniMax-M2."""
+    """Published files of MiniMax-M2 have this setting."""
     raw = read_config(make_tiny_model("minimax_m2", tmp_path))
     assert describe(raw | dict(shared_intermediate_size=0)) == describe(raw)
 
@@ -268,7 +268,7 @@ def test_a_negative_last_layer_with_experts_means_none(tmp_path: Path) -> None:
 def test_a_trainer_computes_the_bits_and_finds_the_routes_of_the_rollout(
     tmp_path: Path, family: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The samples were drawn in company, some after a preemption, and their prompts were partly cached."""
+    """The samples were drawn together with other samples, some after a preemption. Their prompts were partly cached."""
     folder = make_tiny_model(family, tmp_path, dtype)
     rollout = roll_out(folder, (80, 40, 5), routes=True, dtype=dtype, backend=backend)
     model = load_to_align(folder, dtype, monkeypatch)

@@ -34,8 +34,8 @@ from ..drive import tokens
 
 CPU = torch.device("cpu")
 # The limits of errors, relative to the largest value. The delta nets of the random Qwen3.5 turn a change of the rows by
-# 1e-6 into a change of the logits by 1.6e-5. The logits differ from float64 by 2.0e-5, and transformers' by 0.6e-5; for
-# Qwen3.5-MoE by 0.7e-5 and 1.7e-5.
+# 1e-6 into a change of the logits by 1.6e-5. The logits differ from float64 by 2.0e-5 (those of transformers by
+# 0.6e-5), and for Qwen3.5-MoE by 0.7e-5 (those of transformers by 1.7e-5).
 TOWER_LIMIT, LOGITS_LIMITS = 1e-5, {"qwen3_5": 3e-5, "qwen3_5_moe": 3e-5}
 # The prefixes of names on the hub, where they differ from those that transformers saves.
 HUB = {"gemma3": {"vision_tower.": "vision_tower.vision_model."}}

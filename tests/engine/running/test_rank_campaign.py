@@ -1,5 +1,5 @@
-"""Random requests on four ranks give the bits of one: a few for each run of the tests, or as many tokens for each of
-FAMILIES as TRUEROLL_RANK_TOKENS asks for.
+"""Random requests on four ranks give the bits of one rank. An ordinary run serves a few requests. TRUEROLL_RANK_TOKENS
+sets a number of tokens for each of FAMILIES.
 """
 
 from __future__ import annotations

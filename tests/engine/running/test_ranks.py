@@ -70,10 +70,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _MIXTURE | dict(num_key_value_heads=8),
 }
 DYNAMIC = ("qwen3_next_moe", "llama", "falcon_h1", "glm4_moe", "deepseek_v3")
-"""The families of which all ranks quantize activations. Every run computes the first one."""
+"""The families of which all ranks quantize activations. Every test run includes the first family."""
 IN_STAGES = ("gemma3", "nemotron_h", "gpt_oss")
-"""The families that every run computes in stages: with windows, with state spaces, and with experts and sinks. Other
-tests compute further families in stages.
+"""The families that every test run computes in stages: with windows, with state spaces, and with experts and sinks.
+Other tests compute further families in stages.
 """
 
 
@@ -272,7 +272,7 @@ def test_two_stages_of_two_ranks_give_the_bits_of_one_device(
 def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model has an empty piece for some ranks: 128 inner features of the shared expert."""
+    """Some ranks have an empty piece, because the shared expert has only 128 inner features."""
     for settings in (dict(dtype="bfloat16"), dict(backend="reference")):
         config = config_of("qwen3_next_moe", tmp_path, **settings)
         steps = record(config, monkeypatch)
@@ -287,7 +287,7 @@ def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
 def test_ranks_quantize_activations_with_the_scales_of_whole_rows(
     family: str, backend: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some ranks have an empty piece: 128 inner features of the shared expert of Qwen3-Next."""
+    """Some ranks have an empty piece, because the shared expert of Qwen3-Next has only 128 inner features."""
     config = config_of(family, tmp_path, dtype="bfloat16", quantization=quantization, backend=backend)
     steps = record(config, monkeypatch)
     assert [replay(config, steps, size) for size in (2, 4)] == [[0] * 2, [0] * 4]
@@ -391,8 +391,8 @@ INTERPRETER = threading.RLock()
 def test_ranks_give_the_bits_of_one_device_with_triton(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sums of a product depend on the shape of the whole weight, of which a rank holds some rows. Here, they differ
-    for parts of the head; the products in layers are rounded to bfloat16, which hides most differences.
+    """The sums of a product depend on the shape of the whole weight, of which a rank holds some rows. In this test, the
+    sums differ for parts of the head. The products in layers are rounded to bfloat16, which hides most differences.
     """
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= 3000 else 2)
 

@@ -152,7 +152,7 @@ def test_lent_weights_of_another_size_are_refused(tiny_model: Path) -> None:
     arena = weights.LendableArena(engine.weights.num_held - 64)
     with pytest.raises(FileNotFoundError, match=f"must have {engine.weights.num_held} bytes"):
         engine.weights.borrow(arena.lend())
-    with pytest.raises(FileNotFoundError, match=f"got {2**62}"):  # nor is this much memory allocated
+    with pytest.raises(FileNotFoundError, match=f"got {2**62}"):  # must not allocate this much memory
         engine.weights.borrow(arena.lend()._replace(num_bytes=2**62))
 
 

@@ -372,7 +372,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class CollidingMachine(SchedulerMachine):
-    """The same with only two different hashes."""
+    """Like `SchedulerMachine`, with only two different hashes."""
 
     cache = CollidingCache
     seen: Counter[str] = Counter()
@@ -400,7 +400,7 @@ class CollidingWindowMachine(CollidingMachine):
 
 
 class HostMachine(SchedulerMachine):
-    """A host tier that is smaller than what it is asked to hold."""
+    """A host tier that is too small for the evicted blocks."""
 
     host_blocks = (5,)
     seen: Counter[str] = Counter()
@@ -641,7 +641,7 @@ def test_sequences_that_leave_and_return_keep_their_order_and_leave_nothing_behi
     chance.shuffle(sequences)
     for sequence in sequences:
         waiting.add(sequence)
-    for _ in range(20):  # each leaves several times, before it has been the first
+    for _ in range(20):  # each sequence leaves several times before it has been the first
         for sequence in sequences[::2]:
             waiting.remove(sequence)
         for sequence in sequences[::2]:

@@ -66,7 +66,7 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def long_questions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Six questions, each three of which have the same context."""
+    """Six questions: three about one context, and three about another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(LONG_CONTEXT.parent)
         spec = importlib.util.spec_from_file_location("long_context", LONG_CONTEXT)

@@ -21,7 +21,7 @@ def build(output: Path, flags: Sequence[str], more_sources: Sequence[Path] = (),
     compile without `flags` and without optimization, once for all builds of a test run.
 
     With emulated tiles, the instruction set `amx_bf16` runs on any machine. Object files are stored next to `output`,
-    and those of `plain` in a folder of the test run.
+    but the object files of `plain` in a folder of the test run.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
     always = [*settings["extra-compile-args"], "-fPIC", "-DEMULATE_TILES"]

@@ -27,7 +27,7 @@ from ..test_joined_ops import MIXTURES, HybridStep
 NATIVE = [served for served in SERVED if served[0].backend == "cpu"]
 served_natively = pytest.mark.parametrize("served", NATIVE, ids=served_id, indirect=True)
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-# The formats with the products of plain values. ../test_dynamic.py has the products of the others.
+# The formats with plain activations. ../test_dynamic.py tests the products of all other formats.
 VALUES = {name: format for name, format in FORMATS.items() if format.activations is None}
 each_of_values = pytest.mark.parametrize("format", VALUES.values(), ids=VALUES)
 # One format for each kind of codes and scales, with each instruction set.

@@ -155,7 +155,9 @@ def test_shared_memory_suffices(compiled: list[Compiled]) -> None:
 
 
 def test_kernels_know_only_types_and_alignment_of_arguments(compiled: list[Compiled]) -> None:
-    """Triton specializes a kernel on the alignment of pointers. Of numbers, it uses only the types."""
+    """Triton specializes a kernel on the alignment of pointers. For arguments that are numbers, it uses only their
+    types.
+    """
     for c in compiled:
         assert c["signature"] == c["types"], c
         assert c["aligned"] == [name for name, kind in c["types"].items() if kind.startswith("*")], c

@@ -1,5 +1,5 @@
-"""Kernels compiled before the first step: the prepared numbers of rows cover all specializations that any number of
-rows needs.
+"""Kernels compiled before the first step: every number of rows needs only specializations that were compiled for the
+prepared numbers of rows.
 """
 
 from __future__ import annotations

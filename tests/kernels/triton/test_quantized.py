@@ -53,7 +53,7 @@ def weights_of(format: Format, columns: int, dtype: torch.dtype = torch.bfloat16
 @each_format
 @thinned(lambda format, columns: columns == COLUMNS[[*CODED].index(format.name) % 3])
 def test_linear(format: Format, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pieces in programs of their own, and in one program."""
+    """Each piece has its own program, or one program sums all pieces."""
     cut_everything(monkeypatch)
     coded, values = weights_of(format, columns)
     x, bias = randn(17, columns, dtype=torch.bfloat16), randn(FEATURES, dtype=torch.bfloat16, seed=2)
@@ -122,7 +122,7 @@ def test_queries_keys_and_values(format: Format) -> None:
 @each_format
 @thinned(lambda format, name: (format.name, name) in (("nvfp4", ""), ("awq", "odd")))
 def test_experts(format: Format, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of rows begin anew in gate, up and down of each expert."""
+    """In each expert, the blocks of rows of gate, up and down begin at the first row of the matrix."""
     cut(monkeypatch)
     spec, hidden = {"": (SPEC, 136), "biased": (BIASED, 136), "odd": (ODD, 35)}[name]
     x, spec, plain, chosen, gates, shared = inputs_of_experts(spec, 23, torch.bfloat16, hidden)
@@ -183,7 +183,7 @@ def test_all_codes_with_extreme_scales(format: Format, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("columns", [256, 192, 208, 200, 130, 121])
 @each_format
 def test_values_of_all_ways_to_load(format: Format, columns: int) -> None:
-    """With and without masks, with groups that end within a step, and one by one."""
+    """Elements are loaded with and without masks, with groups that end within a step, and one by one."""
     coded, values = pair(randn(5, columns, dtype=torch.bfloat16), format)
     for depth in (32, 64, 128):
         assert same_bits(values_of(coded, depth), values)

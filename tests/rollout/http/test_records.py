@@ -82,7 +82,7 @@ def test_the_events_of_a_stream_have_the_records_of_its_samples(front: Front) ->
 
 @pytest.mark.parametrize("path", PATHS)
 def test_log_probs_of_a_prompt_have_the_bits_of_scores(path: str, front: Front, client: RolloutClient) -> None:
-    """The most probable tokens and the token itself are told as in vLLM; given tokens are an array."""
+    """The most probable tokens and the token itself have vLLM's form. Given tokens are an array."""
     sampling = dict(n=1, max_tokens=1, temperature=0.8, top_k=None, target_token_ids=None, return_sampling_mask=None)
     prompt = front.post(path, body_for(path)).json().get("prompt_token_ids") or PROMPT
     start = 5

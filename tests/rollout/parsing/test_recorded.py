@@ -19,14 +19,16 @@ COUNTS = {
     "qwen3-hermes": (43, 43, 43, 7),
     "qwen3-xml": (53, 52, 52, 1),
 }
-"""By family: well-formed answers, those with the right calls, those with the right texts, and malformed answers."""
+"""By family: the numbers of well-formed answers, of answers with the right calls, of answers with the right texts, and
+of malformed answers.
+"""
 MISSES = {
     "deepseek/sglang-v4-self-closing-invoke": "a tag that closes itself is not part of the format",
     "gpt-oss/llamacpp-builtin-python-recipient": "a message to a recipient that is no tool of the request is content",
     "kimi/k2i-vllm-empty-tool-section": "a section without calls is content",
     "qwen3-xml/llamacpp-q35-call-inside-think": "reasoning that does not end may mention a call",
 }
-"""The answers that are read differently, and why."""
+"""The answers that are not read as their fixtures say, and the reasons."""
 
 
 def test_recorded_answers_are_read_as_expected() -> None:

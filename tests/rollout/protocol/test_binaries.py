@@ -1,4 +1,6 @@
-"""Long arrays of a worker's reply share the memory of the frame. Otherwise, a reply is decoded as with copies."""
+"""Long arrays of a worker's reply share the memory of the frame. Apart from that, a reply is decoded to the same values
+as with copies.
+"""
 
 from __future__ import annotations
 

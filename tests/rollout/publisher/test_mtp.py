@@ -14,7 +14,7 @@ from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker
 
 
 def test_pushes_of_a_trainer_with_and_without_the_module(tmp_path: Path) -> None:
-    """Over the wire, whole and sparse. A tensor that the trainer never sent before is sent whole."""
+    """Pushes go over the wire, whole and sparse. A tensor that the trainer never sent before is sent whole."""
     model = make_mtp_model("qwen3_5", tmp_path / "model", dtype="bfloat16")
     tensors = read_tensors(model)
     without = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
@@ -43,7 +43,9 @@ def test_pushes_of_a_trainer_with_and_without_the_module(tmp_path: Path) -> None
 
 
 def test_a_borrower_keeps_its_module(tmp_path: Path) -> None:
-    """Two workers of one machine: the second maps the memory of the first, which has no module in it."""
+    """Two workers run on one machine. The second worker maps the memory of the first, which does not contain the
+    module.
+    """
     model = make_mtp_model("qwen3_5", tmp_path / "model", dtype="bfloat16")
     tensors = read_tensors(model)
     without = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}

@@ -146,7 +146,7 @@ def test_named_adapters_have_the_bits_of_merged_ones(folder: Path, tmp_path: Pat
 
 
 def test_the_base_is_compared_after_rounding(folder: Path, tmp_path: Path) -> None:
-    """A change that the format does not show is no other base. Any other change is refused."""
+    """A change of the base that disappears in the rounding is accepted. Any other change is refused."""
     address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "int8", target_modules=ATTENTION)
     weight = model.get_base_model().get_parameter(UP)
     with (
@@ -229,7 +229,7 @@ def test_sums_that_are_not_finite_are_refused_whatever_the_push_accepts(folder: 
 
 
 def test_a_weight_without_its_adapter_has_its_codes_again(folder: Path, tmp_path: Path) -> None:
-    """In awq, values that are quantized again have other bits."""
+    """In awq, quantizing values again gives other bits."""
     address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "awq", target_modules=["up_proj"])
     settings: dict[str, Any] = dict(dtype="bfloat16", quantization="awq", adapter_bytes=2**26)
     with (

@@ -107,7 +107,7 @@ def test_bits_are_equal_after_twenty_optimizer_steps(
 
 
 def test_what_cannot_be_quantized_is_refused(folder: Path, tmp_path: Path) -> None:
-    """NaN and single elements. The old weights are served."""
+    """Pushes of NaN and of single elements are refused. The old weights remain served."""
     address, model = f"ipc://{tmp_path}/worker", trainer_of(folder, "fp8")
     with (
         serving(folder, address, dtype="bfloat16", quantization="fp8") as engine,

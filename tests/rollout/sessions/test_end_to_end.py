@@ -90,7 +90,7 @@ class Agent:
         self.num_cached += answer.sample.num_cached_tokens > 0
 
     def abort_a_turn(self, client: RolloutClient) -> None:
-        """Abort a call in flight. It leaves nothing in the session."""
+        """Abort a call in flight. The aborted call must leave nothing in the session."""
         errors: list[TruerollError] = []
 
         def chat() -> None:

@@ -273,7 +273,7 @@ def test_a_malformed_line_is_refused(content: bytes, number: int, change: dict[s
 
 @pytest.mark.parametrize("place", ["", "params", "routed_experts"])
 def test_one_of_many_unknown_names_is_told(content: bytes, place: str) -> None:
-    """pydantic would make an error for each name."""
+    """pydantic alone would report an error for each name."""
     names = {f"name {i}": 1 for i in range(1000)}
     told = refusal(changed(content, 1, lambda line: (line[place] if place else line).update(names)))
     assert "name 0: unknown parameter" in told and "name 1" not in told and "more" not in told

@@ -206,8 +206,8 @@ class LocalTexts:
 
 
 def drawn_ends(texts: LocalTexts, end: list[int]) -> Iterator[tuple[list[int], int | None]]:
-    """Yield ends of an answer, with the token that ended it: the template's end, the same cut before and after each of
-    its special tokens, and the same followed by another end.
+    """Yield ends of an answer, with the token that ended it: the template's end; the template's end, cut before and
+    after each of its special tokens; and the template's end, followed by another end.
     """
     for i, token_id in enumerate(end):
         if texts.is_silent(token_id):
@@ -219,7 +219,7 @@ def drawn_ends(texts: LocalTexts, end: list[int]) -> Iterator[tuple[list[int], i
 
 
 def test_no_end_of_a_turn_is_doubled() -> None:
-    """For all templates of TRL. Cohere's and Phi's close an answer with several tokens."""
+    """All templates of TRL are tested. The templates of Cohere and Phi close an answer with several tokens."""
     ask, answer, again = dict(role="user", content="Why?"), dict(role="assistant", content="No, no."), AGAIN
     accepted, several = set(), set()
     for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):

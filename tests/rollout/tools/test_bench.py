@@ -1,4 +1,4 @@
-"""The bench does the same named work on both sides, and writes its measurements. No test checks a duration."""
+"""The bench runs the same work in both systems, and writes its measurements. No test checks a duration."""
 
 from __future__ import annotations
 

@@ -273,7 +273,9 @@ def test_the_demo_shows_samples_and_that_all_bits_agree(chat_model: Path) -> Non
 
 
 def check_trainers(text: str) -> None:
-    """Check the demo's claims about an aligned trainer and an ordinary one: their numbers add up to all tokens."""
+    """Check the demo's claims about an aligned trainer and an ordinary one. For each trainer, the counts must add up to
+    the number of all tokens.
+    """
     [total] = re.findall(r"samples with (\d+) tokens", text)
     assert re.search(rf"aligned trainer +│ 0 of {total} +│ 0 +│ exactly 1\.0 ", text)
     [(differing, largest, low, high)] = re.findall(

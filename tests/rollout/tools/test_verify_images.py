@@ -101,7 +101,7 @@ ROWS = SequenceMedia.rows
 def test_images_that_are_confused_are_found(
     loaded_model: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two images have the same levels, but other sizes."""
+    """Two images have the same levels, but different sizes."""
     loaded = loaded_model("qwen3_vl")
     assert loaded.model.spec.served_tower is not None
     first, second = ImageSubjects(loaded.model.spec.served_tower, 512, MAX_TOKENS).requests[1].images
@@ -130,7 +130,9 @@ def test_a_push_that_keeps_encoded_images_fails_the_premise(
 
 
 def test_claims_without_evidence_fail(loaded_model: Callable[..., LoadedModel]) -> None:
-    """A budget that cuts no image, an encoder that evicts nothing, and a budget that is large enough."""
+    """The false claims are a budget that cuts no image, an encoder that evicts nothing, and a budget that is large
+    enough.
+    """
     loaded = loaded_model("gemma3")
     claims = {
         ImageCell(interval=16, encoder="hit", cuts=True): ["cut images"],

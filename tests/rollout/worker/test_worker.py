@@ -457,7 +457,7 @@ def test_health_and_stats_answer_during_a_long_step(raw: RawClient, engine: Fake
     )
     assert health["limits"]["max_n"] == 1024
     while raw.health()["seconds_since_progress"] <= health["seconds_since_progress"]:
-        pass  # must grow, since the step blocks
+        pass  # the time must grow, since the step blocks
     raw.send("stats", id="x")
     stats = raw.receive()
     assert stats["id"] == "x" and stats["service"]["accepted"] == 1 and stats["engine"]["steps"] == 0

@@ -153,7 +153,7 @@ def test_a_bad_folder_is_refused(tmp_path: Path, fault: str) -> None:
 
 
 def test_a_wrong_base_is_refused(tmp_path: Path) -> None:
-    """A worker with other weights of the same version, and a worker that serves no complete weights."""
+    """One worker has other weights of the same version, and one worker serves no complete weights."""
     history = states(count=2)
     skyrl.write_delta(tmp_path, 1, history[0], history[1])
     other = history[0] | {"layers.0.weight": history[0]["layers.0.weight"].flip(0)}

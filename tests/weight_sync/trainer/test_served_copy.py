@@ -21,7 +21,7 @@ def wanted(shape: tuple[int, ...], dtype: str, own: str | None = None) -> Parame
 
 
 def test_a_tensor_that_was_never_copied_is_sent_whole() -> None:
-    """Even if its values happen to be in the copy's memory."""
+    """The tensor is sent whole even if its values happen to be in the copy's memory."""
     copy = ServedCopy(wanted((4, 2), "float32"))
     tensor = copy.tensor("w").clone()
     assert copy.update("w", tensor) is None

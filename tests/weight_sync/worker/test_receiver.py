@@ -277,7 +277,7 @@ def test_a_long_piece_is_checked_and_written_in_parts(feed: Feed, monkeypatch: p
 def test_wrong_bytes_at_the_end_of_a_long_piece(
     monkeypatch: pytest.MonkeyPatch, in_place: bool, is_native: bool
 ) -> None:
-    """In place, nothing of the piece is written. Otherwise, the staging is dropped."""
+    """In a push in place, no part of the piece is written. In any other push, the staging is dropped."""
     monkeypatch.setattr(assembly_module, "PART_BYTES", 20)
     if not is_native:
         monkeypatch.setattr(assembly_module, "is_plain", lambda _: False)

@@ -206,7 +206,7 @@ def test_an_order_that_was_not_begun_can_be_taken_back(saved: Path) -> None:
 
 
 def save_and_die(path: Path, step: int) -> None:
-    """Save the push `SECOND`, and kill this process before it changes the folder for the time number `step`."""
+    """Save the push `SECOND`, and kill this process instead of change number `step` of the folder, counted from 0."""
     engine, left = FakeEngine(), step
 
     def dying(real: Callable[..., Any]) -> Callable[..., Any]:

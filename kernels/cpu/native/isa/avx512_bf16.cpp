@@ -1,4 +1,5 @@
-// AVX-512 with its dot products of bfloat16 and of bytes. Every CPU with the former has the latter.
+// AVX-512 with its dot products of bfloat16 and of bytes. Every CPU with dot products of bfloat16 also has dot products
+// of bytes.
 #if defined(__x86_64__)
 #include "isa.h"
 BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx512vnni,avx2,fma")

@@ -92,15 +92,15 @@ inline U add_half_products(U sums, U a, U b) {
 }
 inline F unsigned_bytes(const uint8_t* p) { return convert_signed(load(p)); }
 
-// The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.
+// Like `e4m3_pairs`, with one number in each lane: the numbers of e4m3 codes, divided by 2^120.
 inline F e4m3_bytes(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     const U codes = {{_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes))}};
     return floats(bit_and(shift_left<20>(codes), set1(0x87F00000u)));
 }
 
-// Two numbers of codes of the kind e4m3 in each lane, as bfloat16, divided by 2^120: sign, exponent and fraction of a
-// code are moved to those of a bfloat16.
+// The numbers of e4m3 codes, divided by 2^120, as two bfloat16 in each lane. Sign, exponent and fraction of a code are
+// moved to their places in a bfloat16.
 inline U e4m3_pairs(const uint8_t* p) {
     const __m128i* q = reinterpret_cast<const __m128i*>(p);
     const U codes = BOTH(_mm256_cvtepu8_epi16(_mm_loadu_si128(q + i)));
@@ -108,7 +108,7 @@ inline U e4m3_pairs(const uint8_t* p) {
     return bit_and(spread, set1(0x87F087F0u));
 }
 
-// The numbers of codes of the kind e2m1, in the lowest four bits of each lane. Other bits are ignored.
+// The numbers of e2m1 codes, which are in the lowest four bits of each lane. Other bits are ignored.
 inline F e2m1(U codes) {
     const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
     const U sign = shift_left<28>(bit_and(codes, set1(8u)));

@@ -62,21 +62,21 @@ inline U add_half_products(U sums, U a, U b) {
 }
 inline F unsigned_bytes(const uint8_t* p) { return {_mm512_cvtepi32_ps(load(p).v)}; }
 
-// The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.
+// Like `e4m3_pairs`, with one number in each lane: the numbers of e4m3 codes, divided by 2^120.
 inline F e4m3_bytes(const uint8_t* p) {
     const __m512i codes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return floats(bit_and({_mm512_slli_epi32(codes, 20)}, set1(0x87F00000u)));
 }
 
-// Two numbers of codes of the kind e4m3 in each lane, as bfloat16, divided by 2^120: sign, exponent and fraction of a
-// code are moved to those of a bfloat16.
+// The numbers of e4m3 codes, divided by 2^120, as two bfloat16 in each lane. Sign, exponent and fraction of a code are
+// moved to their places in a bfloat16.
 inline U e4m3_pairs(const uint8_t* p) {
     const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     const __m512i spread = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 4);
     return {_mm512_and_si512(spread, _mm512_set1_epi32(static_cast<int>(0x87F087F0u)))};
 }
 
-// The numbers of codes of the kind e2m1, in the lowest four bits of each lane. Other bits are ignored.
+// The numbers of e2m1 codes, which are in the lowest four bits of each lane. Other bits are ignored.
 inline F e2m1(U codes) {
     const __m512 numbers = _mm512_setr_ps(
         0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f

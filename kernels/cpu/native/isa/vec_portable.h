@@ -91,14 +91,14 @@ inline U add_half_products(U sums, U a, U b) {
 }
 inline F unsigned_bytes(const uint8_t* p) { EACH_LANE(F, static_cast<float>(p[i])); }
 
-// The numbers of codes of the kind e4m3, divided by 2^120: as `e4m3_pairs`, one number in each lane.
+// Like `e4m3_pairs`, with one number in each lane: the numbers of e4m3 codes, divided by 2^120.
 inline F e4m3_bytes(const uint8_t* p) {
     const U codes = load(p);
     return floats(bit_xor(shift_left<24>(bit_and(codes, set1(0x80u))), shift_left<20>(bit_and(codes, set1(0x7Fu)))));
 }
 
-// Two numbers of codes of the kind e4m3 in each lane, as bfloat16, divided by 2^120: sign, exponent and fraction of a
-// code are moved to those of a bfloat16.
+// The numbers of e4m3 codes, divided by 2^120, as two bfloat16 in each lane. Sign, exponent and fraction of a code are
+// moved to their places in a bfloat16.
 inline U e4m3_pairs(const uint8_t* p) {
     U codes;
     for (int i = 0; i < 16; ++i) codes.v[i] = static_cast<uint32_t>(p[2 * i]) | static_cast<uint32_t>(p[2 * i + 1]) << 16;
@@ -106,7 +106,7 @@ inline U e4m3_pairs(const uint8_t* p) {
     return bit_xor(signs, shift_left<4>(bit_and(codes, set1(0x007F007Fu))));
 }
 
-// The numbers of codes of the kind e2m1, in the lowest four bits of each lane. Other bits are ignored.
+// The numbers of e2m1 codes, which are in the lowest four bits of each lane. Other bits are ignored.
 inline F e2m1(U codes) {
     const U magnitude = shift_left<22>(bit_and(codes, set1(7u))), sign = shift_left<28>(bit_and(codes, set1(8u)));
     return floats(bit_xor(bits(mul(floats(magnitude), set1(0x1p126f))), sign));

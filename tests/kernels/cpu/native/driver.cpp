@@ -260,11 +260,11 @@ struct Run {
     }
 
     // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two sequences share
-    // all blocks but the last. Tasks of few rows follow those of many; their keys and values are prefetched only if a
-    // block is one panel. At the end two layers run, with the same weights and caches. A window, which the second layer
-    // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: sinks, a bias after
-    // attention, and biases and norms of q and k, of all heads at once if there is a window. `format`: of the caches, as
-    // `CacheFormat` in common.h.
+    // all blocks but the last. Tasks of few rows follow tasks of many rows. The keys and values of tasks of few rows
+    // are prefetched only if a block is one panel. At the end two layers run, with the same weights and caches. A
+    // window, which the second layer never has, comes with a soft cap, norms of 1 + weight at both places, and GELU.
+    // `extras`: sinks, a bias after attention, and biases and norms of q and k, of all heads at once if there is a
+    // window. `format`: of the caches, as `CacheFormat` in common.h.
     void layer(
         long block_size, long heads, long kv_heads, long size, bool extras, long window = 0, int format = 0
     ) const {
@@ -325,7 +325,7 @@ struct Run {
             extra(sinks), out.data()
         );
         digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
-        // The queries of the long sequences see what comes after them, from the third query on.
+        // From the third query on, the queries of the long sequences see later tokens.
         std::vector<int64_t> ends;
         for (size_t i = 0; i < lens.size(); ++i)
             for (long query = 0; query < counts[i]; ++query)
@@ -540,7 +540,7 @@ struct Run {
         Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
         Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
         const PagePointers page = {slots.data(), tables.data(), 1}, pages[3] = {page, page, page};
-        // A rank without others. A slot has room for three rows.
+        // The exchange of a rank that is the only one. A slot has room for three rows.
         int64_t counter = 0;
         std::vector<char> memory(static_cast<size_t>(2 * 3 * k) * sizeof(float));
         RankExchange alone = {&counter, memory.data(), 3 * k * 4, 0, 1, 0, [] { return 1; }, 0, 0};
@@ -554,7 +554,7 @@ struct Run {
         digest->add(states), digest->add(tails), digest->add(more_states), digest->add(more_tails);
     }
 
-    // With heads of two sizes.
+    // Run the cases with heads of two sizes.
     void some(long size, long other) const {
         delta_net(2, 4, 16, 48, 4), delta_net(3, 3, 7, 5, 1), delta_net(1, 2, 5, 150, 2);
         state_space(2, 4, 16, 48, 4), state_space(3, 3, 7, 5, 1), state_space(1, 2, 5, 150, 2);

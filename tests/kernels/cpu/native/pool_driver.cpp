@@ -29,7 +29,8 @@ char state_of(pid_t thread) {
     return std::strrchr(line, ')')[2];
 }
 
-// Runs one task on this thread and one on another. The other one gets the id of this thread after its task has ended.
+// Runs one task on this thread and one task on another thread. The other thread gets the id of this thread after its
+// task has ended.
 template <class Body>
 void run_on_both(const Body& other) {
     const pid_t caller = thread_id();

@@ -38,7 +38,7 @@ def front(engine: FakeEngine, chat_model: Path) -> Iterator[Front]:
 
 
 def test_a_session_is_deleted_during_its_calls(front: Front, engine: FakeEngine) -> None:
-    """A stream, a whole answer, a call that waits for the whole answer, and a second deletion."""
+    """The calls are a stream, a whole answer, a call that waits for the whole answer, and a second deletion."""
     path = f"/sessions/{front.post('/sessions', {}).json()['session_id']}"
     chat, retry = f"{path}/v1/chat/completions", {"x-stainless-retry-count": "1"}
     client = front.openai().with_options(base_url=f"{front.url}{path}/v1")

@@ -1,4 +1,4 @@
-"""Sessions over HTTP in the three APIs of agents: one URL, and the tokens of the model."""
+"""Sessions over HTTP in the three APIs of agents: an agent changes one URL, and samples have the model's tokens."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_null_among_the_sampling_parameters_replaces_nothing(front: Front) -> No
 
 
 def anthropic_events(front: Front, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of a stream. Each has its type as its name."""
+    """Return the events of a stream. Each event's name must be its type."""
     lines = front.post(path, body | {"stream": True}).text.split("\n")
     told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     assert [line for line in lines if line.startswith("event: ")] == [f"event: {event['type']}" for event in told]

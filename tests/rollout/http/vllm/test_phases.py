@@ -125,11 +125,11 @@ def test_a_version_of_another_run_is_not_taken_for_the_served_one(front: Front, 
 
 
 def test_a_checkpoint_is_served_by_the_last_phase(front: Front, fake: FakeEngine, tmp_path: Path) -> None:
-    """The calls of vLLM's `HTTPVLLMWeightSyncClient`."""
+    """The test makes the calls of vLLM's `HTTPVLLMWeightSyncClient`."""
     folder = checkpoint(tmp_path, 9.0)
     for _ in range(2):
         assert front.post("/init_weight_transfer_engine", {"init_info": {}}).status_code == 200
-        assert front.post("/start_weight_update").status_code == 200  # of a trainer that ends here
+        assert front.post("/start_weight_update").status_code == 200  # the trainer of this update ends here
     assert update(front, path=folder).status_code == 200
     assert served(fake, front) == {0.0}
     assert front.post("/finish_weight_update").json()["weight_version"] == "9"
