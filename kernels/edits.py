@@ -427,9 +427,9 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate((np.zeros(1, np.int64), sizes.cumsum()))
 
 
-def _joined(parts: Sequence[np.ndarray] | Sequence[bytes], dtype: Any) -> np.ndarray:
-    """Return the content of contiguous arrays or of bytes as one array. Many times faster than `np.concatenate` for
-    small arrays.
+def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
+    """Return the content of `parts`, contiguous arrays or bytes, as one array. Many times faster than `np.concatenate`
+    for small arrays.
     """
     return np.frombuffer(bytearray().join(parts), dtype)
 
