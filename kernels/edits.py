@@ -21,6 +21,7 @@ Temperature and filters come after the edits, and do not belong to this module.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -76,8 +77,7 @@ class Masks(Protocol):
 _NONE = np.array([1.0, 0.0, 0.0], np.float32)  # penalties that change nothing
 
 
-@dataclass(frozen=True, eq=False)
-class RowEdits:
+class RowEdits(NamedTuple):
     """The changes of one row of logits.
 
     `content`: the bytes of `entries`, because bytes are faster to copy and to join than arrays. `penalties` (float32
@@ -91,8 +91,9 @@ class RowEdits:
 
     @property
     def entries(self) -> np.ndarray:
-        """The tokens with changed logits, each once: `ENTRY` [E], read-only. A `bias` of -inf bans a token. `occurs`
-        tells whether a token occurs in prompt or sample, and `count` how often it occurs in the sample.
+        """The tokens with changed logits, each once and in ascending order: `ENTRY` [E], read-only. A `bias` of -inf
+        bans a token. `occurs` tells whether a token occurs in prompt or sample, and `count` how often it occurs in the
+        sample.
         """
         return np.frombuffer(self.content, ENTRY)
 
@@ -146,10 +147,11 @@ class Rules:
 
     @cached_property
     def named(self) -> np.ndarray:
-        """Entries (`ENTRY`) for the tokens that the request names."""
+        """Entries (`ENTRY`) for the tokens that the request names, in ascending order."""
         ids = dict.fromkeys([*self.bias, *self.ending_tokens, *(word[-1] for word in self.bad)])
         ending = frozenset(self.ending_tokens)
-        return np.array([(token, 0, self.bias.get(token, 0.0), token in ending, False) for token in ids], ENTRY)
+        entries = [(token, 0, self.bias.get(token, 0.0), token in ending, False) for token in ids]
+        return _sorted_by_token(np.array(entries, ENTRY))
 
     @cached_property
     def bad_ends(self) -> dict[tuple[int, ...], list[int]]:
@@ -298,12 +300,11 @@ class _Table:
         others = np.setdiff1d(np.concatenate((prompt, sample)), named["token_id"])
         entries = np.concatenate((named, np.zeros(len(others), ENTRY)))
         entries["token_id"][len(named) :] = others
-        ids = entries["token_id"].tolist()
-        self._places = {token: place for place, token in enumerate(ids)}
+        entries = _sorted_by_token(entries)
         found, counts = np.unique(sample, return_counts=True)
-        entries["count"][[self._places[token] for token in found.tolist()]] = counts
-        entries["occurs"] = np.isin(ids, prompt) | (entries["count"] > 0)
-        self._numbers = array("i", entries.tobytes())
+        entries["count"][np.searchsorted(entries["token_id"], found)] = counts
+        entries["occurs"] = np.isin(entries["token_id"], prompt) | (entries["count"] > 0)
+        self._ids, self._numbers = array("i", entries["token_id"].tolist()), array("i", entries.tobytes())
 
     @property
     def content(self) -> bytes:
@@ -312,17 +313,23 @@ class _Table:
 
     def count(self, token: int) -> None:
         """Count a token of the sample."""
-        place = self._places.setdefault(token, len(self._places))
-        numbers, first = self._numbers, place * _NUMBERS
-        if first == len(numbers):
-            numbers.extend((token, 0, 0, 0))
-        numbers[first + _COUNT] += 1
-        numbers[first + _FLAGS] |= _OCCURS
+        ids, numbers, place = self._ids, self._numbers, bisect_left(self._ids, token)
+        first = place * _NUMBERS
+        if place == len(ids) or ids[place] != token:
+            ids.insert(place, token)
+            numbers[first:first] = array("i", (token, 1, 0, _OCCURS))
+        else:
+            numbers[first + _COUNT] += 1
+            numbers[first + _FLAGS] |= _OCCURS
 
     def copied(self) -> _Table:
         other = copy(self)
-        other._numbers, other._places = self._numbers[:], dict(self._places)
+        other._numbers, other._ids = self._numbers[:], self._ids[:]
         return other
+
+
+def _sorted_by_token(entries: np.ndarray) -> np.ndarray:
+    return entries[entries["token_id"].argsort()]
 
 
 def edit(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:

@@ -27,8 +27,6 @@ from .step import Draws, ScoredRows
 # The maximum number of rows with logits in memory at the same time.
 _LOGITS_ROWS = 64
 
-# The result of `next_tokens` for some draws, and their statistics if requested.
-_Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 # The indices of some draws, and float32 [draws, K] with the log-probs of the target tokens.
 _Targets = tuple[list[int], Tensor]
 # The indices of some draws; uint8 [draws, ceil(V / 8)] with a bit for each token that could be drawn, the lowest bit
@@ -37,6 +35,18 @@ _Kept = tuple[list[int], Tensor, Tensor]
 
 WHOLE_VOCABULARY = np.int32(0).tobytes(), np.float32(0).tobytes(), b""
 """The bytes of each column of `request.KEPT` for a token that was drawn from the whole vocabulary."""
+
+
+class _Part(NamedTuple):
+    """The results of the draws with the indices `places`, in ascending order. `columns`: the result of `next_tokens`.
+    `statistics`: None if no draw of the part requests them. `targets`, `kept`: with indices of `places`.
+    """
+
+    places: np.ndarray
+    columns: tuple[Tensor, Tensor, Tensor]
+    statistics: TokenStatistics | None = None
+    targets: Sequence[_Targets] = ()
+    kept: Sequence[_Kept] = ()
 
 
 class Drawn(NamedTuple):
@@ -155,35 +165,18 @@ class Sampler:
         if draws.are_plain:
             wanted = make_wanted(draws, device)
             return lambda hidden: Drawing(*self.next_tokens(hidden, wanted))
-        return lambda hidden: self._draw(hidden, draws)
-
-    def _draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         num_tops = draws.records["num_tops"]
         k = int(num_tops.max())  # draws that record fewer than k tokens use the first ones
         whole, processed, plain = self._sorted_by_kind(draws)
-        targets, kept, parts = list[_Targets](), list[_Kept](), list[_Part]()
-        for part in _cut(processed):
-            result, found, of_part, kept_of_part = self._draw_processed(hidden, draws.take(part), k)
-            parts.append((result, found))
-            targets += [(part[places].tolist(), log_probs) for places, log_probs in of_part]
-            kept += [(part[places].tolist(), bits, log_mass) for places, bits, log_mass in kept_of_part]
-        if len(whole):
-            result, found, of_part = self._draw_fused(hidden, _taken(draws, whole), k)
-            parts.insert(0, (result, found))
-            targets += [(whole[places].tolist(), log_probs) for places, log_probs in of_part]
-        results = [result for result, _ in parts]
-        if len(plain):
-            result, _, of_part = self._draw_fused(hidden, _taken(draws, plain), None)
-            results.append(result)
-            targets += [(plain[places].tolist(), log_probs) for places, log_probs in of_part]
-        columns = [*results[0]]
-        if len(results) > 1:
-            order = _tensor(np.argsort(np.concatenate((whole, processed, plain))), hidden)
-            columns = [torch.cat(column)[order] for column in zip(*results, strict=True)]
-        with_statistics = np.concatenate((whole, processed))
-        recorded = list(zip(with_statistics.tolist(), num_tops[with_statistics].tolist(), strict=True))
-        statistics = [found for _, found in parts if found is not None]
-        return Drawing(*columns, recorded=recorded, statistics=statistics, targets=targets, kept=kept)
+        kinds = (whole, k), (plain, None)
+        fused = [self._fused(draws, places, tops, device) for places, tops in kinds if len(places)]
+
+        def draw(hidden: Tensor) -> Drawing:
+            parts = [each(hidden) for each in fused]
+            parts += [self._draw_processed(hidden, draws, places, k) for places in _cut(processed)]
+            return _drawing_of(parts, num_tops)
+
+        return draw
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """Call the backend's `next_tokens` with the model's head."""
@@ -262,29 +255,38 @@ class Sampler:
         whole, processed, plain = map(np.flatnonzero, groups)
         return whole, processed, plain
 
-    def _draw_fused(
-        self, hidden: Tensor, draws: Draws, k: int | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None, list[_Targets]]:
-        """Draw tokens without stored logits. Also compute statistics if `k` is not None, and the log-probs of
-        targets.
+    def _fused(
+        self, draws: Draws, places: np.ndarray, k: int | None, device: torch.device
+    ) -> Callable[[Tensor], _Part]:
+        """Prepare the draws with the indices `places`, which need no stored logits. Return a function that draws them,
+        with statistics if `k` is not None.
         """
-        wanted, head = make_wanted(draws, hidden.device), self.head
-        if draws.edits or draws.targets:
+        own, head = _taken(draws, places), self.head
+        wanted = make_wanted(own, device)
+        if own.edits or own.targets:
             assert self._editing is not None
-            edits = packed_edits(draws.edits, draws.targets, len(draws), head.shape[0])
-            folded, of_targets = self._editing.edited_tokens(hidden, head, wanted, edits, k, self.spec)
-            return folded[:3], folded.statistics, _cut_targets(draws.targets, of_targets) if draws.targets else []
-        if k is None:
-            return self.next_tokens(hidden, wanted), None, []
-        token_ids, found, finite = self.ops.next_token_statistics(hidden, head, wanted, k, self.spec)
-        return (token_ids, found.logprobs, finite), found, []
+            op, edits = self._editing.edited_tokens, packed_edits(own.edits, own.targets, len(own), head.shape[0])
 
-    def _draw_processed(
-        self, hidden: Tensor, draws: Draws, k: int
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None, list[_Targets], list[_Kept]]:
-        """Draw tokens as `next_tokens` does, but with edits and filters. Also compute statistics if k >= 0, the
-        log-probs of targets, and which tokens could be drawn.
+            def draw_edited(hidden: Tensor) -> _Part:
+                found, of_targets = op(hidden, head, wanted, edits, k, self.spec)
+                targets = _cut_targets(own.targets, of_targets) if own.targets else []
+                return _Part(places, found[:3], found.statistics, targets)
+
+            return draw_edited
+
+        def draw(hidden: Tensor) -> _Part:
+            if k is None:
+                return _Part(places, self.next_tokens(hidden, wanted))
+            token_ids, found, finite = self.ops.next_token_statistics(hidden, head, wanted, k, self.spec)
+            return _Part(places, (token_ids, found.logprobs, finite), found)
+
+        return draw
+
+    def _draw_processed(self, hidden: Tensor, draws: Draws, places: np.ndarray, k: int) -> _Part:
+        """Draw the tokens of the draws with the indices `places` as `next_tokens` does, but with edits and filters.
+        Also compute statistics if k >= 0, the log-probs of targets, and which tokens could be drawn.
         """
+        draws = draws.take(places)
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head, self.spec)
         is_one = bool((draws.records["basis"] == BASES.index("processed")).all())  # `raw` is not needed again
@@ -303,15 +305,15 @@ class Sampler:
         logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.logprobs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
         targets = list[_Targets]()
-        for places in _of_equal_length(draws.targets):
-            ids = np.stack([draws.targets[i] for i in places])
-            targets.append((places, self._target_log_probs(basis[_tensor(places, basis)], ids)))
+        for equal in _of_equal_length(draws.targets):
+            ids = np.stack([draws.targets[i] for i in equal])
+            targets.append((equal, self._target_log_probs(basis[_tensor(equal, basis)], ids)))
         of_processed = logprobs if is_one else None
         if recorded is None:
             kept = self._kept(unfiltered, processed, token_ids, of_processed, draws)
         else:
             kept = self._recorded(*recorded, processed, token_ids, of_processed)
-        return (token_ids, logprobs, finite), found, targets, kept
+        return _Part(places, (token_ids, logprobs, finite), found, targets, kept)
 
     def _kept(
         self, unfiltered: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None, draws: Draws
@@ -366,6 +368,22 @@ class Sampler:
         rows = _tensor(chosen, scaled)
         scaled[rows] = self.ops.filter_logits(scaled[rows], *columns)
         return scaled
+
+
+def _drawing_of(parts: Sequence[_Part], num_tops: np.ndarray) -> Drawing:
+    """Return the draws of all parts, in the order of their indices."""
+    columns = [*parts[0].columns]
+    if len(parts) > 1:
+        order = _tensor(np.argsort(np.concatenate([part.places for part in parts])), columns[0])
+        columns = [torch.cat(column)[order] for column in zip(*(part.columns for part in parts), strict=True)]
+    recorded, statistics = list[tuple[int, int]](), list[TokenStatistics]()
+    for part in parts:
+        if part.statistics is not None:
+            recorded += zip(part.places.tolist(), num_tops[part.places].tolist(), strict=True)
+            statistics.append(part.statistics)
+    targets = [(part.places[own].tolist(), found) for part in parts for own, found in part.targets]
+    kept = [(part.places[own].tolist(), *found) for part in parts for own, *found in part.kept]
+    return Drawing(*columns, recorded=recorded, statistics=statistics, targets=targets, kept=kept)
 
 
 def _filters(records: np.ndarray, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

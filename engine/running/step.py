@@ -322,7 +322,7 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
 def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Takers) -> dict[int, RowEdits]:
     """Return the edits of the draws with the indices `edited`. `owners`: for each draw, the index of its sample."""
     if not chunks.drafts:
-        return {place: _next_edits(takers.samples[int(owners[place])]) for place in edited.tolist()}
+        return {place: _next_edits(takers.samples[place]) for place in edited.tolist()}
     edits, of_samples = dict[int, RowEdits](), dict[int, list[int]]()
     for place, owner in zip(edited.tolist(), owners[edited].tolist(), strict=True):
         of_samples.setdefault(owner, []).append(place)

@@ -783,7 +783,8 @@ class _HeadEdits:
         self.target_logprobs = torch.empty(len(edits.targets), dtype=torch.float32)
         columns = edits.starts, edits.entries, edits.penalties, edits.masked_rows, edits.masks
         targets = edits.target_starts, edits.targets, torch.empty_like(self.target_logprobs)
-        self._tensors = [column.contiguous() for column in (*columns, *targets)]
+        self._tensors = *columns, *targets
+        assert all(column.is_contiguous() for column in self._tensors)
         pointers = [column.data_ptr() for column in self._tensors]
         sizes = edits.masks.shape
         self._values = array("q", [*pointers[:4], sizes[0], pointers[4], sizes[1], *pointers[5:]])

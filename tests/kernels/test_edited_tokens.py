@@ -34,7 +34,7 @@ def changes(vocab_size: int, rows: list[int]) -> Iterator[tuple[int, RowEdits]]:
     for i, row in enumerate(rows):
         size = [0, vocab_size, vocab_size // 3 + 1][i % 3]
         entries = np.zeros(size, ENTRY)
-        entries["token_id"] = random.permutation(vocab_size)[:size]
+        entries["token_id"] = np.sort(random.permutation(vocab_size)[:size])
         entries["count"] = random.integers(0, 4, size) * (random.random(size) < 0.5)
         entries["occurs"] = (entries["count"] > 0) | (random.random(size) < 0.3)
         entries["bias"] = random.choice(np.array([0.0, 1.5, -3.25, -np.inf], np.float32), size, p=[0.6, 0.2, 0.1, 0.1])

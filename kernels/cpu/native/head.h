@@ -350,15 +350,80 @@ inline const float* divided(const float* x, long n, float temperature) {
     return out;
 }
 
-// Items (edits or targets) of rows, sorted by the chunk of their ids and then by row, so that the tiles of the head read
-// the items in the order of memory. Items of the same chunk and row keep their order.
-template <class Item>
-struct ItemsOfChunks {
-    const Item* sorted;
+// The edits of rows. The edits of a row ascend by token, so the edits of a chunk lie side by side.
+struct EditsOfChunks {
+    const LogitEdit* entries;
+    const int32_t* bounds;  // [rows, chunks + 1]
+    long chunks;
+
+    // Entries with tokens outside [first, first + chunks * CHUNK) are left out.
+    EditsOfChunks(const HeadEdits& given, long rows, long chunks, long first)
+        : entries(given.entries), chunks(chunks) {
+        int32_t* found = scratch<int32_t>(EDIT_BOUNDS, rows * (chunks + 1));
+        parallel(rows, [&](long row) {
+            long i = given.starts[row];
+            const long end = given.starts[row + 1];
+            for (long chunk = 0; chunk <= chunks; ++chunk) {
+                while (i < end && entries[i].token < first + chunk * CHUNK) ++i;
+                found[row * (chunks + 1) + chunk] = static_cast<int32_t>(i);
+            }
+        });
+        bounds = found;
+    }
+
+    // Calls body(edit) for the edits of a chunk and row.
+    template <class Body>
+    void each(long row, long chunk, const Body& body) const {
+        const int32_t* of_row = bounds + row * (chunks + 1);
+        for (long i = of_row[chunk]; i < of_row[chunk + 1]; ++i) body(entries[i]);
+    }
+};
+
+// A target: where its logit is stored, and the offset of its id in its chunk.
+struct Target {
+    int32_t place, offset;
+};
+
+// The targets of rows, sorted by chunk and then by row, so that the tiles of the head read them in the order of memory.
+struct TargetsOfChunks {
+    const Target* sorted;
     const int32_t* bounds;  // [chunks, rows + 1]
     long rows;
 
-    // Calls body(item) for the items of a chunk and row.
+    // Targets outside [first, first + chunks * CHUNK) are left out.
+    TargetsOfChunks(const HeadEdits& given, long rows, long chunks, long first) : rows(rows) {
+        const int64_t *starts = given.target_starts, *ids = given.targets;
+        int32_t* places = scratch<int32_t>(TARGET_BOUNDS, chunks * (rows + 1));
+        Target* targets = scratch<Target>(TARGETS, starts[rows]);
+        const auto for_targets = [&](long row, const auto& body) {
+            for (long i = starts[row]; i < starts[row + 1]; ++i) {
+                const unsigned long offset = static_cast<unsigned long>(ids[i] - first);
+                if (offset < static_cast<unsigned long>(chunks * CHUNK))
+                    body(i, places[static_cast<long>(offset / CHUNK) * (rows + 1) + row], offset % CHUNK);
+            }
+        };
+        memset(places, 0, static_cast<size_t>(chunks * (rows + 1)) * sizeof(int32_t));
+        parallel(rows, [&](long row) { for_targets(row, [](long, int32_t& count, unsigned long) { ++count; }); });
+        int32_t next = 0;
+        for (long i = 0; i < chunks * (rows + 1); ++i) {
+            const int32_t count = places[i];
+            places[i] = next, next += count;
+        }
+        parallel(rows, [&](long row) {
+            for_targets(row, [&](long i, int32_t& place, unsigned long offset) {
+                targets[place++] = {static_cast<int32_t>(i), static_cast<int32_t>(offset)};
+            });
+        });
+        // Each place has moved to the end of its targets, where the targets of the next row begin.
+        for (long chunk = 0; chunk < chunks; ++chunk) {
+            int32_t* of_chunk = places + chunk * (rows + 1);
+            for (long row = rows; row > 0; --row) of_chunk[row] = of_chunk[row - 1];
+            of_chunk[0] = chunk == 0 ? 0 : of_chunk[-1];
+        }
+        sorted = targets, bounds = places;
+    }
+
+    // Calls body(target) for the targets of a chunk and row.
     template <class Body>
     void each(long row, long chunk, const Body& body) const {
         const int32_t* of_chunk = bounds + chunk * (rows + 1);
@@ -366,78 +431,25 @@ struct ItemsOfChunks {
     }
 };
 
-// `starts`: [rows + 1], the items of each row. `id(place)`, `item(place, offset)`: the id of an item, and the item with
-// the offset of its id in the chunk. Items with ids outside [first, first + chunks * CHUNK) are left out.
-template <class Item, class Id, class Make>
-ItemsOfChunks<Item> items_of_chunks(
-    Purpose of_bounds, Purpose of_items, long rows, long chunks, const int64_t* starts, long first, const Id& id,
-    const Make& item
-) {
-    int32_t* bounds = scratch<int32_t>(of_bounds, chunks * (rows + 1));
-    Item* sorted = scratch<Item>(of_items, starts[rows]);
-    const auto for_items = [&](long row, const auto& body) {
-        for (long i = starts[row]; i < starts[row + 1]; ++i) {
-            const unsigned long offset = static_cast<unsigned long>(id(i) - first);
-            if (offset < static_cast<unsigned long>(chunks * CHUNK))
-                body(i, bounds[static_cast<long>(offset / CHUNK) * (rows + 1) + row], static_cast<long>(offset % CHUNK));
-        }
-    };
-    memset(bounds, 0, static_cast<size_t>(chunks * (rows + 1)) * sizeof(int32_t));
-    parallel(rows, [&](long row) { for_items(row, [](long, int32_t& count, long) { ++count; }); });
-    int32_t next = 0;
-    for (long i = 0; i < chunks * (rows + 1); ++i) {
-        const int32_t count = bounds[i];
-        bounds[i] = next, next += count;
-    }
-    parallel(rows, [&](long row) {
-        for_items(row, [&](long i, int32_t& place, long offset) { sorted[place++] = item(i, static_cast<int32_t>(offset)); });
-    });
-    // Each bound has moved to the end of its items, where the items of the next row begin.
-    for (long chunk = 0; chunk < chunks; ++chunk) {
-        int32_t* of_chunk = bounds + chunk * (rows + 1);
-        for (long row = rows; row > 0; --row) of_chunk[row] = of_chunk[row - 1];
-        of_chunk[0] = chunk == 0 ? 0 : of_chunk[-1];
-    }
-    return {sorted, bounds, rows};
-}
-
 // Returns an edited logit. kernels/edits.py defines the steps, each of which rounds its result. `penalties`: for
 // repetition, presence and frequency.
 inline float edited(float logit, const LogitEdit& edit, const float* penalties) {
     const float biased = logit + edit.bias;
-    const float repeated = biased > 0.0f ? biased / penalties[0] : biased * penalties[0];
+    const float divided = biased / penalties[0], multiplied = biased * penalties[0];  // both, as signs are unpredictable
+    const float repeated = biased > 0.0f ? divided : multiplied;
     const float penalized = (edit.occurs ? repeated : biased) - penalties[2] * static_cast<float>(edit.count);
     return penalized - penalties[1] * (edit.count > 0 ? 1.0f : 0.0f);
 }
 
-// A target: where its logit is stored, and the offset of its id in its chunk.
-struct Target {
-    int32_t place, offset;
-};
-
 // The edits and the targets of a head's rows.
 struct RowChanges {
     const HeadEdits& given;
-    ItemsOfChunks<LogitEdit> edits;  // `token`: the offset in the chunk
-    ItemsOfChunks<Target> targets;
+    EditsOfChunks edits;
+    TargetsOfChunks targets;
     const uint32_t** masks;  // of each row, or null
 
     RowChanges(const HeadEdits& given, long rows, long chunks, long first)
-        : given(given),
-          edits(items_of_chunks<LogitEdit>(
-              EDIT_BOUNDS, EDITS, rows, chunks, given.starts, first,
-              [&](long i) { return static_cast<long>(given.entries[i].token); },
-              [&](long i, int32_t offset) {
-                  LogitEdit edit = given.entries[i];
-                  edit.token = offset;
-                  return edit;
-              }
-          )),
-          targets(items_of_chunks<Target>(
-              TARGET_BOUNDS, TARGETS, rows, chunks, given.target_starts, first,
-              [&](long i) { return static_cast<long>(given.targets[i]); },
-              [&](long i, int32_t offset) { return Target{static_cast<int32_t>(i), offset}; }
-          )),
+        : given(given), edits(given, rows, chunks, first), targets(given, rows, chunks, first),
           masks(scratch<const uint32_t*>(MASKS, rows)) {
         for (long row = 0; row < rows; ++row) masks[row] = nullptr;
         for (long i = 0; i < given.num_masks; ++i) masks[given.masked_rows[i]] = given.masks + i * given.mask_words;
@@ -447,7 +459,8 @@ struct RowChanges {
     void edit(long row, long chunk, float* logits, long n, long first) const {
         const float* penalties = given.penalties + row * 3;
         edits.each(row, chunk, [&](const LogitEdit& edit) {
-            logits[edit.token] = edited(logits[edit.token], edit, penalties);
+            float& logit = logits[edit.token - first];
+            logit = edited(logit, edit, penalties);
         });
         if (masks[row] != nullptr) mask_row(logits, n, masks[row] + first / MASK_BITS);
     }
