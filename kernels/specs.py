@@ -148,9 +148,9 @@ class LatentSpec:
 
     A token's hidden states are projected to a latent row of `latent_dim` elements, which is normalized, and to a key of
     `rope_dim` elements, which is rotated. All heads share both. The cache holds the latent row and the rotated key side
-    by side as one key; the latent row is also the value. A head's query has `nope_dim` elements, which the head's
-    matrix `k_up` converts to a query of the latent row, and `rope_dim` rotated elements. The head's matrix `v_up`
-    converts the weighted sum of the latent rows to `value_dim` elements.
+    by side as one key; the latent row is also the value. A head's query consists of `nope_dim` elements and `rope_dim`
+    rotated elements. The head's matrix `k_up` converts the first part to a query of the latent row. The head's matrix
+    `v_up` converts the weighted sum of the latent rows to `value_dim` elements.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation. `interleaved`: rotated pairs are
     neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `q_rank`: the size of the row from

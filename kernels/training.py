@@ -125,7 +125,7 @@ class _Rows:
 
 
 class _Embedded:
-    """The embeddings of images. Wrappers pass an `_Embedded` on unchanged, like `_Rows`.
+    """The embeddings of images. Wrappers pass on an `_Embedded` unchanged, as they do with a `_Rows`.
 
     `rows`: [tokens of images, (1 + layers) * H]. The first part of a row replaces the embedding of the token at its
     index in `places`. Each further part is added to the token's hidden states after a layer: the second part after the

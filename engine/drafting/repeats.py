@@ -143,8 +143,8 @@ class PromptIndex:
         text.links.extend([-1] * (len(text.tokens) - len(text.links)))
 
     def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
-        """Guess the tokens that follow in the earlier sample with this seed. Return None if the last tokens before the
-        guess differ from the earlier sample.
+        """Guess the next tokens: those at the same places of the earlier sample with this seed. Return None if the last
+        tokens before the guess differ from the earlier sample.
         """
         twin, end = self._by_seed.get(seed), len(text.tokens)
         if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:

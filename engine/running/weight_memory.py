@@ -109,7 +109,7 @@ class LocalWeights:
         return bytes_needed(lambda empty: self._build(meta, of_name=dict.fromkeys(names, empty)), self._dtype)
 
     def new_overlay(self, num_bytes: int) -> Arena:
-        """Return memory for the weights that a set does not share with another set.
+        """Allocate memory for those weights of one set that the set does not share with another set.
 
         Raise MemoryError or RuntimeError if there is not enough memory.
         """

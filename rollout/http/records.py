@@ -88,7 +88,7 @@ def _check_targets(targets: Sequence[Sequence[int]], start: int, prompt_len: int
 
 
 def record_bytes(own: RecordFields, params: SamplingParams, served: ServedModel) -> TokenBytes:
-    """Return the estimated size of the records in an answer, for each token."""
+    """Return the estimated number of bytes that each token adds to the records in an answer."""
     routes = served.route_bytes * params.return_routed_experts
     new = Binary.num_chars(4 * len(params.target_token_ids) + routes)
     if params.return_sampling_mask:

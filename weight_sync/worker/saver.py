@@ -1,7 +1,7 @@
 """Save the served weights in the background, and load them when the worker starts again.
 
 `Saver`, a thread, owns the writing of the weights and the state that `health` reports. Does not own: the names in the
-folder (`saved_folder`), the live weights, the decision when weights are to be saved.
+folder (`saved_folder`), the live weights, the decision of when to save weights.
 
 Guarantees:
 

@@ -27,7 +27,7 @@ class Sent(Fields):
     """Base class for the objects in an agent's request. A field with the value null is treated as missing.
 
     `IGNORED`: fields that never change an answer. `OFF`: fields of the API that are not supported, with their neutral
-    values. `PATH`: the names of the objects around these fields, for errors.
+    values. `PATH`: the names of the objects that enclose these fields, for error texts.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
