@@ -218,20 +218,21 @@ struct Run {
         std::vector<SectionResult> results(static_cast<size_t>(rows * sections));
         std::vector<float> values(top_logprobs.size());
         std::vector<int64_t> ids(top_logprobs.size());
-        const auto run_head = [&](float* asked) {
+        const auto run_head = [&](float* asked, const HeadEdits* edits, float* of_targets) {
             trueroll_head_sections(
                 threads, bfloat16, x.data(), k, weight.data(), vocab, 0.5f, 30.0f, 0, rows, order.data(),
                 temperatures.data(), raw.data(), seeds.data(), positions.data(), targets.data(), results.data(), asked != nullptr, best,
-                values.data(), ids.data()
+                values.data(), ids.data(), edits
             );
             trueroll_fold_sections(
                 threads, rows, sections, results.data(), best, values.data(), ids.data(), tokens.data(), logprobs.data(),
-                finite.data(), best, asked, top_ids.data(), top_logprobs.data()
+                finite.data(), best, asked, top_ids.data(), top_logprobs.data(), edits, of_targets
             );
             digest->add(tokens), digest->add(logprobs), digest->add(finite);
         };
-        run_head(nullptr), run_head(entropies.data());
+        run_head(nullptr, nullptr, nullptr), run_head(entropies.data(), nullptr, nullptr);
         digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
+        edited(rows, vocab, run_head);
         trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, 0.5f, 30.0f, logits.data());
         digest->add(logits);
         trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), 1, logprobs.data());
@@ -239,9 +240,48 @@ struct Run {
         std::vector<uint32_t> masks(static_cast<size_t>(rows * ((vocab + 31) / 32)));
         for (size_t i = 0; i < masks.size(); ++i) masks[i] = i % 3 ? 0xFFFF0F71u : 0xFFFFFFFFu;
         trueroll_mask_logits(threads, logits.data(), vocab, order.data(), rows, masks.data());
-        trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data());
-        digest->add(logprobs), digest->add(tokens), digest->add(logits);
+        std::vector<float> recorded = logits, sums(static_cast<size_t>(2 * rows)), kept(logprobs.size());
+        std::vector<uint8_t> bits(static_cast<size_t>(rows * ((vocab + 7) / 8)));
+        trueroll_filter(
+            threads, recorded.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data(), sums.data(), bits.data()
+        );
+        for (size_t i = 0; i < kept.size(); ++i) kept[i] = logits[i * static_cast<size_t>(vocab)];
+        trueroll_log_probs_of(rows, kept.data(), sums.data(), logprobs.data());
+        trueroll_filter(
+            threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data(), nullptr, nullptr
+        );
+        digest->add(logprobs), digest->add(tokens), digest->add(logits), digest->add(recorded), digest->add(bits);
         for (const long best : {0l, 1l, std::min(7l, vocab), std::min(40l, vocab)}) statistics(logits, tokens, vocab, best);
+    }
+
+    // Runs the head with edits, masks and targets: with none in some rows, and with the first and the last token in
+    // others.
+    template <class RunHead>
+    void edited(long rows, long vocab, const RunHead& run_head) const {
+        const size_t count = static_cast<size_t>(rows);
+        std::vector<int64_t> starts(1), target_starts(1), targets, masked;
+        std::vector<LogitEdit> entries;
+        std::vector<float> penalties;
+        for (long row = 0; row < rows; ++row) {
+            for (long token = 0; token < vocab; token += row % 3 == 0 ? vocab : row % 3 == 1 ? 1 : 97)
+                if (row % 3) entries.push_back({static_cast<int32_t>(token), static_cast<int32_t>(token % 3), 0.5f, 0, token % 2 == 0});
+            for (long i = 0; i < row % 4; ++i) targets.push_back(i % 2 ? vocab - 1 : i);
+            if (row % 2) masked.push_back(row);
+            starts.push_back(static_cast<int64_t>(entries.size()));
+            target_starts.push_back(static_cast<int64_t>(targets.size()));
+            penalties.insert(penalties.end(), {1.2f, 0.3f, -0.1f});
+        }
+        const long words = (vocab + 31) / 32;
+        std::vector<uint32_t> masks(masked.size() * static_cast<size_t>(words), 0xFFFF0F71u);
+        std::vector<float> logits(targets.size()), logprobs(targets.size()), entropies(count);
+        const HeadEdits edits = {
+            starts.data(), entries.data(), penalties.data(), masked.data(), static_cast<int64_t>(masked.size()),
+            masks.data(), words, target_starts.data(), targets.data(), logits.data()
+        };
+        run_head(nullptr, &edits, logprobs.data());
+        digest->add(logprobs);
+        run_head(entropies.data(), &edits, logprobs.data());
+        digest->add(logprobs), digest->add(entropies);
     }
 
     // For logits in which filters dropped some tokens.
