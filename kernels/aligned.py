@@ -86,7 +86,7 @@ def as_computed(
 
     If `held` has a dtype, the tensor has this dtype; otherwise it has the dtype of the hidden states x. If `held` has a
     format, an adapter is added to the values of the quantized matrix, because a worker has only these values. The sum
-    is not quantized.
+    of the adapter and these values is not quantized.
     """
     own = held.dtype
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
@@ -114,9 +114,9 @@ def parameter(
     """Return the parameter `name` of a part of a model. Raise AlignmentError unless the parameter matches the model's
     config.
 
-    `owner`, `prefix`: as in `place`. With `layout`, `shape` is the shape of matrices [E, R, C] or biases [E, R]. A
-    matrix must be in a module of transformers, an nn.Linear or an nn.Embedding. If `held` names a dtype, the parameter
-    must have this dtype.
+    `owner`, `prefix`: as in `place`. If `layout` is given, `shape` is the shape of matrices [E, R, C] or biases [E, R].
+    A matrix must be in a module of transformers, an nn.Linear or an nn.Embedding. If `held` names a dtype, the
+    parameter must have this dtype.
     """
     module, leaf = place(owner, prefix, name)
     module = trained(module)

@@ -1,13 +1,13 @@
 """The ops of a layer and of the head, with gradients: `GradientOps`.
 
 The forward pass of each op calls the backend's op, so the results are bit-identical to a rollout. The backward pass
-uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Where torch would multiply
-matrices of this dtype slowly, the backward pass multiplies in float32 (`product_dtype`). Three parts of the backward
-pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of
-a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all tokens of a chunk
-give the chunk's outputs and final state, without a loop over tokens. Torch differentiates the products of each chunk,
-and therefore keeps one state per chunk instead of one per token. Forward and backward passes disable autocast, which
-would change dtypes inside an op. The caller of an op converts the dtypes instead.
+uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. If torch multiplies matrices
+slowly in the dtype of the forward pass, the backward pass multiplies in float32 (`product_dtype`). Three parts of the
+backward pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The
+backward pass of a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all
+tokens of a chunk give the chunk's outputs and final state, without a loop over tokens. Torch differentiates the
+products of each chunk, and therefore keeps one state per chunk instead of one per token. Forward and backward passes
+disable autocast, which would change dtypes inside an op. The caller of an op converts the dtypes instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
 one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's
@@ -96,7 +96,8 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 class _Product(Function):
     """`product` is an op of the backend, called as `product(x, weight, *bias)`: x is [M, K], `weight` is [N, K], and
     the optional `bias` is [N]. `format`: a format that also quantizes activations (`kernels.dynamic`), in which the
-    product quantizes the weight; None for plain products. The gradients are those of plain products.
+    product quantizes the weight; None for plain products. The backward pass computes the gradients of the plain
+    product, whatever the format.
     """
 
     @staticmethod
@@ -367,8 +368,8 @@ def _expert_gradients(
     down: Tensor,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Compute gradients for one expert and the M rows that go to it. Return the gradients of x [M, H], of the gates [M]
-    and of the expert's four parameters.
+    """Compute gradients for one expert and the M rows that are routed to this expert. Return the gradients of x [M, H],
+    of the gates [M] and of the expert's four parameters.
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
@@ -646,8 +647,8 @@ def _recur_in_chunks(recur_chunk: Callable[..., tuple[Tensor, Tensor]], packed: 
 
     `recur_chunk(state, *inputs)`: return the outputs [B, heads, T, V] of a chunk of T tokens, and the states [B, heads,
     K, V] after the chunk. The first inputs are queries and keys, [B, heads, T, K], and values, [B, heads, T, V];
-    further inputs are [B, heads, T]. The arguments `inputs` of this function hold the same values for all packed
-    tokens, [M, heads, ...]. Sequences of a batch are padded with zeros on the right.
+    further inputs are [B, heads, T]. The arguments `inputs` of `_recur_in_chunks` are the same inputs for all packed
+    tokens, each [M, heads, ...]. Sequences of a batch are padded with zeros on the right.
     """
     rows, found = [x.split(list(packed.lens)) for x in inputs], dict[int, Tensor]()
     for group in packed.groups():
@@ -663,11 +664,11 @@ def _recur_in_chunks(recur_chunk: Callable[..., tuple[Tensor, Tensor]], packed: 
 
 
 def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """`recur_chunk` of a delta rule (Yang et al. 2024). The further inputs are the logarithms of the decays and the
-    update rates.
+    """`recur_chunk` of a delta rule (Yang et al. 2024). After q, k and v, the inputs are the logarithms of the decays,
+    and the update rates.
 
     Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i and the state that
-    token i finds. The state that token i finds is the state before the chunk plus the changes by tokens j < i, after
+    token i reads. The state that token i reads is the state before the chunk plus the changes by tokens j < i, after
     all decays up to token i. The equations for all u_i form a triangular system.
     """
     decays = _decays_between(logs)
@@ -721,7 +722,7 @@ def _divisor(temperature: float, device: torch.device) -> Tensor:
 
 
 def _slopes(logits: Tensor, head: HeadSpec) -> Tensor | float:
-    """Return the derivatives of logits [M, V] with respect to the head's products."""
+    """Return the derivatives of logits [M, V] with respect to the products of hidden states and the head's weight."""
     if head.soft_cap is None:
         return head.scale
     return (1.0 - (logits / head.soft_cap).square_()).mul_(head.scale)
@@ -761,8 +762,8 @@ class _LogProbs(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time. For
-        several tokens of a row, the gradients are added.
+        """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time. If a row
+        has several tokens, the gradients of these tokens are added.
 
         The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
         would turn a rounding difference in the logits into a large error. The gradients of logits are multiplied by the
@@ -815,8 +816,8 @@ def _listed(columns: Tensor) -> Tensor:
 
 def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | float | None]:
     """Return the probabilities [m, V] of logits [m, V], and the slopes. Together with the temperature, the slopes are
-    the factors that convert gradients of the processed logits to gradients of the head's products. The slopes are None
-    if all are 1. May overwrite the logits.
+    the factors that convert gradients of the processed logits to gradients of the products of hidden states and the
+    head's weight. The slopes are None if every slope is 1. May overwrite the logits.
     """
     slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
     if ctx.processing is None:
@@ -841,7 +842,7 @@ class GradientOps:
         return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
 
     def rounded(self, weight: Tensor, rounding: Rounding | None) -> Tensor:
-        """Return the values of a quantized weight; without a rounding, the weight itself."""
+        """Return the values of a quantized weight. If no rounding is given, return the weight itself."""
         return weight if rounding is None else _Rounded.apply(weight, rounding)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -862,9 +863,7 @@ class GradientOps:
         bias: Tensor | None = None,
         pieces: Pieces = WHOLE,
     ) -> Tensor:
-        """`Backend.project_back`. The backward pass is the same as for `linear`, whatever the number of pieces along
-        K.
-        """
+        """`Backend.project_back`. The backward pass is the same as for `linear`, for any number of pieces along K."""
 
         def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return self.backend.project_back(x, weight, None, bias, pieces)

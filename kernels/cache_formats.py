@@ -1,9 +1,9 @@
 """KV caches of 8 bits: the formats, and the values that they store, bit by bit.
 
-A cache stores a vector of D numbers, which is the key or the value of one token and one key-value head, as D codes of 8
-bits, and a few numbers in float16 that the whole vector shares. Keys are stored after the rotation. A vector is
-quantized once, when it is written, and independently of all other vectors. Attention over a quantized cache has the
-bits of attention over a plain cache that holds the values of the codes. Worker and trainer therefore agree if both
+A vector is the key or the value of one token and one key-value head, and has D numbers. A cache stores a vector as D
+codes of 8 bits, and a few numbers in float16 that the whole vector shares. Keys are stored after the rotation. A vector
+is quantized once, when it is written, and independently of all other vectors. Attention over a quantized cache has the
+same bits as attention over a plain cache that holds the values of the codes. Worker and trainer therefore agree if both
 round keys and values in the same way (`round_trip`): the worker stores codes, and the trainer computes with values.
 
 ====================  ==============================================  ==============================================
@@ -26,13 +26,13 @@ Both formats follow these rules:
   bounded to the range of float16 and rounded to float16; then -0.0 becomes 0.0. The codes are computed with the rounded
   scale and zero point.
 - A quotient outside the range of the codes gets the nearest code (saturation).
-- Products of a code's number and a scale are exact in float32. The addition of the zero point, if there is one, rounds
-  a value once. The conversion to the dtype of the model rounds the value once more. Values beyond the range of the
-  dtype, which only float16 has, become the largest number of the dtype.
+- Products of a code's number and a scale are exact in float32. If the format has zero points, the addition of the zero
+  point rounds a value once. The conversion to the dtype of the model rounds the value once more. Values beyond the
+  range of the dtype, which only float16 has, become the largest number of the dtype.
 - If any element of a vector is NaN or infinite, all of its values are NaN: the scale and the zero point are NaN, and
-  all codes are 0. Tokens that attend to such a vector get NaN; no other token is affected.
-- In latent attention, the latent row and the rotated key are two vectors. The values of attention are the values of
-  the latent row.
+  all codes are 0. Tokens that attend to a vector of NaN values get NaN; no other token is affected.
+- In latent attention, the latent row and the rotated key are two vectors. Attention uses the latent row as the value
+  vector.
 
 Recurrent states are not quantized. The cache of the module for multi-token prediction, which affects no bit of a
 sample, is not quantized either.
@@ -96,7 +96,7 @@ class Coded(NamedTuple):
     zeros: Tensor | None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the values, [..., D]."""
+        """Return the values that the codes stand for, [..., D]."""
         if self.zeros is None:
             values = self.codes.view(torch.float8_e4m3fn).float() * self.scales.float()
         else:

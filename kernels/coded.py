@@ -1,6 +1,6 @@
 """Quantized matrices as rows of bytes, for the backends `triton` and `reference`.
 
-A row of a matrix takes whole units of 32 bytes. A row holds, one after the other:
+A row of a matrix occupies a multiple of 32 bytes. A row holds, one after the other:
 
 - the codes, padded to a multiple of 16 bytes: one byte for each column; or, for codes of 4 bits, one byte for each two
   columns, with the left column's code in the lower half;
@@ -8,7 +8,8 @@ A row of a matrix takes whole units of 32 bytes. A row holds, one after the othe
 - for each group of columns (`Format.group`), its scale in the dtype of `Quantized.scales`; for `awq`, 4 bytes: the
   scale, the zero point and a byte of zeros.
 
-Padding is zeros. A slice of rows is a slice of the memory.
+The padding consists of zeros. Rows are stored one after the other, so a slice of rows is one contiguous range of the
+memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _UNIT, _CODES_UNIT = 32, 16
 
 
 class Places(NamedTuple):
-    """Where the row scale and the scales of the groups begin, and the size of a row, in bytes. The codes begin at 0."""
+    """The byte offsets of the row scale and of the groups' scales in a row, and the row's size in bytes. The codes
+    begin at offset 0.
+    """
 
     row_scale: int
     scales: int
@@ -34,7 +37,7 @@ class Places(NamedTuple):
 
 
 def places_of(format: Format, columns: int) -> Places:
-    """Return the places in a row of a matrix with this many columns."""
+    """Return the `Places` of a row, for a matrix with this many columns."""
     row_scale = -(-columns * format.bits // (8 * _CODES_UNIT)) * _CODES_UNIT
     scales = row_scale + (4 if format.scale == "e4m3" else 0)
     end = scales + _groups(format, columns) * _group_bytes(format)
@@ -53,8 +56,8 @@ class CodedWeight:
     """A `Weight` [rows, columns] of codes and scales, with the values of `Quantized.values`, rounded to `dtype`.
 
     `dtype`: the dtype of the tensors that `copy_` receives and of the activations. `data`: the rows, uint8 [rows, bytes
-    of a row]. `unit`: as in `quantize`. `first`: the index of the first row in the matrix that `new` made, which has
-    `whole_rows` rows.
+    of a row]. `unit`: as in `quantize`. `first`: the index of this weight's first row in the whole matrix that `new`
+    made. `whole_rows`: the number of rows of the whole matrix.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class CodedWeight:
     def new(
         cls, rows: int, columns: int, empty: Callable[..., Tensor], format: Format, unit: int | None
     ) -> CodedWeight:
-        """Return an uninitialized weight. Its memory comes from `empty(*shape, dtype=torch.uint8)`."""
+        """Return an uninitialized weight. The weight's memory comes from `empty(*shape, dtype=torch.uint8)`."""
         data = empty(rows, places_of(format, columns).size, dtype=torch.uint8)
         return cls(columns, empty(0).dtype, format, unit, data)
 
@@ -87,8 +90,8 @@ class CodedWeight:
         """Store a tensor, which is converted to `dtype` and quantized on its device; or a quantized matrix of this
         format.
 
-        Raise ValueError for a source of another shape or format; for NaN and infinite elements and scales; and if the
-        rows of a tensor do not consist of whole blocks of rows.
+        Raise ValueError for a source of another shape or format; for an element or a scale that is NaN or infinite; and
+        if the rows of a tensor do not consist of whole blocks of rows.
         """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")

@@ -93,7 +93,7 @@ tails [slots, kernel_size - 1, channels]. A tail holds the last inputs of the co
 
 
 class Memories(tuple[Memory, ...]):
-    """The memories of layers, for as long as their tensors keep their addresses."""
+    """The memories of layers. An object is valid only until the address of one of the memories' tensors changes."""
 
     @cached_property
     def addresses(self) -> array[int]:
@@ -105,18 +105,18 @@ class Memories(tuple[Memory, ...]):
 class AttentionBatch:
     """The queries of a batch that mixes prompt chunks and decodes, and the cached tokens that each query attends to.
 
-    Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). The rows that a sequence owns are its last
-    tokens. All `context_lens[i]` tokens of the sequence are in the cache. Token t of sequence i lies in block
-    `block_tables[i, t // block_size]`, at offset t % block_size. `block_tables`: int64 [num_sequences, max_blocks],
-    padded with any valid block id.
+    Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). The query rows of a sequence are the
+    sequence's last tokens. All `context_lens[i]` tokens of the sequence are in the cache. Token t of sequence i lies in
+    block `block_tables[i, t // block_size]`, at offset t % block_size. `block_tables`: int64 [num_sequences,
+    max_blocks], padded with any valid block id.
 
     `lens` (int64 [num_sequences]): the context lengths, on the device. A CUDA graph that captures a call with `lens`
-    reads `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper
-    bounds of `lens`.
+    reads `lens` again at each replay. If `lens` is given, each sequence has one query, and `context_lens` holds only
+    upper bounds of `lens`.
 
     `ends` (int64 [M], on the device): query row r sees the tokens of its sequence before ends[r], within the window. If
     `ends` is None, attention is causal, so the end is the query's position + 1. Each end is at least the query's
-    position + 1. The ends of a sequence never decrease, and the last one is its context length.
+    position + 1. The ends of a sequence's rows never decrease, and the last end is the sequence's context length.
     """
 
     query_starts: Sequence[int]
@@ -284,9 +284,9 @@ class ExpertsWeights:
     the rows of up; if the experts are not gated, it is [E * I, H] and holds the rows of up. `down` [E * H, I] holds H
     rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are in the same order as the rows of
     `gate_up` and `down`. If `ExpertsSpec.bias` is False, all biases are None. `latent`: the matrices [L, H] before and
-    [H, L] after the experts, or None; in `gate_up` and `down`, L then replaces H. `shared`: the weights of the shared
-    expert, or None. `shared_score`: [1, H] or None. `correction`: float32 [E] or None (`RouterSpec.correction`). With
-    `RouterSpec.wide`, `router` may be float32 in a model of another dtype.
+    [H, L] after the experts, or None. If `latent` is given, L replaces H in the shapes of `gate_up` and `down`.
+    `shared`: the weights of the shared expert, or None. `shared_score`: [1, H] or None. `correction`: float32 [E] or
+    None (`RouterSpec.correction`). If `RouterSpec.wide` is set, `router` may be float32 in a model of another dtype.
     """
 
     router: Weight
@@ -416,8 +416,8 @@ def new_caches(
 
 
 def stored_format(ops: Backend, mixer: CachedSpec) -> CacheFormat | None:
-    """Return the format of the codes that the caches hold; None for plain caches, which hold keys and values, or the
-    values of codes if the backend has no caches of the mixer's format.
+    """Return the format of the codes that the caches hold; None for plain caches. Plain caches hold keys and values; if
+    the backend has no caches of the mixer's format, plain caches hold the values of codes.
     """
     format = mixer.cache_format
     return format if format is not None and format.name in ops.CACHE_FORMATS else None
@@ -438,8 +438,8 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
     def copy_(self, source: Tensor | Self, /) -> object:
-        """Store a tensor or a weight of the same shape. A tensor is converted to this weight's dtype. A weight must
-        have the same layout as this weight.
+        """Store a tensor or a weight of the same shape. A tensor is converted to this weight's dtype. If `source` is a
+        weight, it must have the same layout as this weight.
         """
         ...
 
@@ -462,10 +462,11 @@ class Weight(Protocol):
 
 
 def mark_rows(weight: Any, full_rows: int) -> Any:
-    """Mark a matrix that holds only some rows of a weight with `full_rows` rows, and return it.
+    """Mark a matrix that holds only some rows of a whole weight, and return the matrix. `full_rows`: the number of rows
+    of the whole weight.
 
-    The bits of some products depend on the shape of the weight. Backends with such products read the mark with
-    `full_rows_of`.
+    The bits of some products depend on the shape of the weight. Backends with products that depend on this shape read
+    the mark with `full_rows_of`.
     """
     weight.full_rows = full_rows
     return weight
@@ -500,8 +501,7 @@ class Backend(Protocol):
     latent attention. FORMATS: the names of the formats of quantized matrices that the backend stores. The embeddings,
     the head, routers, the scores of shared experts, and the matrices of `head_linear` are never quantized.
     CACHE_FORMATS: the names of the formats (`kernels.cache_formats`) in which the backend stores keys and values as
-    codes. In a backend with such formats, HOLDS_VALUES is true. FUSES_EDITS: whether the backend is an
-    `EditingBackend`.
+    codes. If CACHE_FORMATS is not empty, HOLDS_VALUES is true. FUSES_EDITS: whether the backend is an `EditingBackend`.
     """
 
     HEAD_SECTION: int
@@ -517,9 +517,9 @@ class Backend(Protocol):
     def prepare(self, compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
         """Compile everything that `compute(rows)` needs on `device` for any number of rows from 1 to `most_rows`.
 
-        Later calls then compile nothing. In a backend that never compiles, `prepare` is a no-op. `compute` runs this
-        backend on tensors without memory (device meta), and must accept any number of rows up to `most_rows`. Raise
-        ConfigError if the compiler, or the folder for its output, cannot be used.
+        Later calls of the backend's ops then compile nothing. In a backend that never compiles, `prepare` is a no-op.
+        `compute` runs this backend on tensors without memory (device meta), and must accept any number of rows up to
+        `most_rows`. Raise ConfigError if the compiler, or the folder for its output, cannot be used.
         """
         ...
 
@@ -533,14 +533,15 @@ class Backend(Protocol):
     ) -> Weight:
         """Return an uninitialized matrix for the backend's products. The matrix's memory comes from `empty(*shape)`.
 
-        `empty` returns uninitialized tensors of one dtype on one device. Each tensor begins at a multiple of 64 bytes.
+        `empty` returns uninitialized tensors of one dtype on one device. Each tensor from `empty` begins at a multiple
+        of 64 bytes.
 
         `format`: one of the backend's `FORMATS`, or None for a matrix that is not quantized. A quantized matrix has the
-        dtype of `empty(0)`, and its memory comes from `empty(*shape, dtype=torch.uint8)`. Its `copy_` quantizes a
-        tensor (`quantization.quantize`, with this `unit`), and also stores a `Quantized` of the format. Its `put_`
-        raises ValueError. A product with the matrix has the bits of the product with the plain matrix of its values
-        (`Weight.to_dense`), unless the format also quantizes activations. `kernels.dynamic` defines the product for
-        such formats.
+        dtype of `empty(0)`, and its memory comes from `empty(*shape, dtype=torch.uint8)`. The matrix's `copy_`
+        quantizes a tensor (`quantization.quantize`, with this `unit`), and also stores a `Quantized` of the format. The
+        matrix's `put_` raises ValueError. A product with a quantized matrix has the same bits as the product with the
+        plain matrix of its values (`Weight.to_dense`), unless the format also quantizes activations. `kernels.dynamic`
+        defines the product for formats that quantize activations.
         """
         ...
 
@@ -632,8 +633,8 @@ class Backend(Protocol):
         ...
 
     def back_sums(self, x: Tensor, weight: Weight, pieces: Pieces, peaks: Tensor | None = None) -> Tensor:
-        """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. If there is only one
-        piece, it is also summed as a piece, so the bits may differ from the bits of `linear`.
+        """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. A single piece is
+        summed in the same way as one of several pieces, so the bits may differ from the bits of `linear`.
 
         `peaks` (float32 [M]): if the product quantizes activations and x has only some columns of each row, the peaks
         of the whole rows (`dynamic.row_peaks`).
@@ -659,23 +660,24 @@ class Backend(Protocol):
         self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (experts, gates) for a router's logits [M, E], which are in the model's dtype or float32. `experts` is
-        int32 [M, top_k], and `gates` is float32 [M, top_k]. All steps are in float32.
+        int32 [M, top_k], and `gates` is float32 [M, top_k]. All steps of `route` are in float32.
 
         Scores. `softmax`: e^(logit - highest logit), divided by the sum of these exponentials over all experts.
-        `softmax_of_chosen`: a softmax over the row's experts only; the exponentials are added by ascending id.
-        `sigmoid`: 1 / (1 + e^-logit).
+        `softmax_of_chosen`: a softmax over the row's experts only; the exponentials are added in ascending order of
+        expert id. `sigmoid`: 1 / (1 + e^-logit).
 
         Choice. Experts are ranked by logits, or, if `RouterSpec.ranks_scores`, by scores plus `correction` (float32
         [E], or None). A row's experts are the `top_k` experts with the highest rank; among equals, lower ids are chosen
         first. With several groups, group i holds the experts [i G, (i + 1) G), where G is the number of experts divided
-        by `groups`. A row's experts then come from the `kept_groups` groups for which the sum of the `group_best`
-        highest ranks is highest; among equals, lower groups are kept first. If `chosen` (int32 [M, top_k], ascending)
-        is given, a row's experts are the experts in the same row of `chosen`, and `correction` is not read. Returned
-        experts are in ascending order in each row.
+        by `groups`. A row's experts then come from the `kept_groups` best groups. A group is ranked by the sum of its
+        `group_best` highest numbers, where the numbers are the logits or scores that rank the experts. Among equal
+        groups, lower groups are kept first. If `chosen` (int32 [M, top_k], ascending) is given, a row's experts are the
+        experts in the same row of `chosen`, and `correction` is not read. Returned experts are in ascending order in
+        each row.
 
         Gates. A gate is the expert's score. If `normed`, the score is divided by max(sum + eps, floor), where sum is
-        the sum of the scores of the row's experts, added by ascending id. Then the gate is multiplied by `scale`. A row
-        with NaN gets NaN gates and arbitrary distinct ids below E.
+        the sum of the scores of the row's experts, added in ascending order of expert id. Then the gate is multiplied
+        by `scale`. A row with NaN gets NaN gates and arbitrary distinct ids below E.
         """
         ...
 
@@ -694,13 +696,13 @@ class Backend(Protocol):
         An expert's inner row is `gate_mul` of the expert's two `linear` products, which include the biases; if the
         experts are not gated, it is `gate_mul` of one product with itself. The product of the inner row with `down`
         stays in float32. The addition of the bias and the multiplication by the router's gate are also in float32. The
-        outputs of a row's experts are added by groups, then `shared` [M, H] is added, and the result is rounded once.
-        The op reads neither the router's weights nor the shared expert's weights.
+        outputs of a row's experts are added group by group, then `shared` [M, H] is added, and the result is rounded
+        once. The op reads neither the router's weights nor the shared expert's weights.
 
         `groups`: a power of two that divides the number of experts. Group i holds the experts [i G, (i + 1) G), where G
         is the number of experts divided by `groups`. Within a group, the outputs are added in ascending order of expert
-        id. With several groups, the sum of each group starts at +0.0. The sums of the groups are added as a balanced
-        binary tree.
+        id. If there are several groups of experts, the sum of each group starts at +0.0. The sums of the groups are
+        added as a balanced binary tree.
         """
         ...
 
@@ -753,7 +755,7 @@ class Backend(Protocol):
         A cache has shape [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend. In
         latent attention, a row of v holds the first elements of the same row of k. Caches of codes, which `new_caches`
         allocates, have the dtype of their format and rows of `CacheFormat.row_bytes`; they receive the codes of k and
-        v. Attention over caches of codes has the bits of attention over plain caches with the values of the codes.
+        v. Attention over caches of codes has the same bits as attention over plain caches with the values of the codes.
         """
         ...
 
@@ -855,15 +857,15 @@ class Backend(Protocol):
         `layers`: from `new_layers`. `layer.run_layers` defines the computation. Each layer has its own memory and
         pages. If `layers` is empty, the result is x itself. `states` and the batches of all pages describe the same
         sequences. `states` is None if no layer has a recurrent state. `routes` (int32 [layers with experts, M, top_k])
-        receives the experts of each row; pass None if they are not needed. Raise ValueError unless `memories` and
-        `pages` have one entry for each layer.
+        receives the experts of each row; pass None if the experts are not needed. Raise ValueError unless `memories`
+        and `pages` have one entry for each layer.
         """
         ...
 
     def next_tokens(
         self, hidden: Tensor, weight: Weight, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (token ids, log-probs, validity), each [M]. The three dtypes are int64, float32 and bool.
+        """Return (token ids, log-probs, validity), each [M]; their dtypes are int64, float32 and bool.
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
         `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
@@ -888,8 +890,8 @@ class Backend(Protocol):
         head: HeadSpec = PLAIN_HEAD,
     ) -> tuple[Tensor, ...]:
         """Return partial results of `next_tokens`, or of `next_token_statistics` if `k` is not None, for the token ids
-        from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of the ids from `first` on,
-        possibly none.
+        from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of the token ids from `first` on;
+        it may have no rows.
 
         The results are tensors [M, ...], in a format of the backend. To get the results of all ids, join the partial
         results of consecutive ranges of ids along the second axis, and pass the joined tensors to `fold_sections`.
@@ -926,8 +928,8 @@ class Backend(Protocol):
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         """Set the logits of excluded tokens to -inf, in place. `logits`: float32 [M, V], contiguous.
 
-        `masks` (int32 [N, ceil(V / MASK_BITS)]) has a bit for each token, the lowest bit first; a token without its bit
-        is excluded. Mask i applies to row `rows[i]` (int64 [N]) of the logits. No row occurs twice in `rows`.
+        `masks` (int32 [N, ceil(V / MASK_BITS)]) has a bit for each token, the lowest bit first; a token with bit 0 is
+        excluded. Mask i applies to row `rows[i]` (int64 [N]) of the logits. No row occurs twice in `rows`.
         """
         ...
 
@@ -970,7 +972,8 @@ class EditingBackend(Backend, Protocol):
         the log-probs of `Edits.targets` (float32 [K]).
 
         The op fuses `lm_head`, the edits, division by the temperature, the choice of a token, `log_probs` and
-        `token_statistics`. With `Wanted.raw`, log-probs are computed from the edited logits.
+        `token_statistics`. In rows with `Wanted.raw`, log-probs are computed from the edited logits, before they are
+        divided by the temperature.
         """
         ...
 
@@ -978,13 +981,13 @@ class EditingBackend(Backend, Protocol):
         """Like `filter_logits`, but return a record of each row: (kept tokens, sums before the filters).
 
         The kept tokens are uint8 [M, ceil(V / 8)], with a bit for each token, the lowest bit first. A bit is 0 for a
-        token with logit -inf. If no token has logit -inf, all bits are 0. The sums, for `log_probs_of`, are float32 [M,
-        2].
+        token with logit -inf after the filters. As an exception, if no token has logit -inf after the filters, all bits
+        are 0. The sums, for `log_probs_of`, are float32 [M, 2].
         """
         ...
 
     def log_probs_of(self, logits: Tensor, sums: Tensor) -> Tensor:
-        """Return the log-probs of logits (float32 [M]), each from a row with the given sums of `filter_recorded`. The
-        result is float32 [M], with the bits of `log_probs` of the whole row.
+        """Return the log-prob of one logit of each of M rows, given the logits (float32 [M]) and the rows' sums from
+        `filter_recorded`. The result is float32 [M], and has the same bits as `log_probs` of the whole row.
         """
         ...

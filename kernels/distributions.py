@@ -21,7 +21,7 @@ from .packed import Packed
 
 
 class Drawn(Edited, Protocol):
-    """The parameters with which tokens were drawn. `engine.request.Distribution` documents them."""
+    """The parameters with which tokens were drawn. `engine.request.Distribution` documents the parameters."""
 
     @property
     def temperature(self) -> float: ...
@@ -40,7 +40,7 @@ class Drawn(Edited, Protocol):
 
 
 class Samples:
-    """Which tokens of a packed batch belong to samples, and which to their prompts.
+    """Which tokens of a packed batch belong to samples, and which tokens belong to prompts.
 
     `ids`, `is_sampled`: the tokens and whether they were sampled, int64 and bool [M]. A run of sampled tokens in a
     sequence is a sample, and everything before the run is its prompt. `is_sampled` is None if it is not known which
@@ -70,7 +70,7 @@ class Samples:
 
 
 class Processing:
-    """Converts logits to the distribution of each token in `tokens` by edits, temperature and filters.
+    """Applies edits, temperature and filters to logits, to get the distribution of each token in `tokens`.
 
     `tokens`: the indices of M tokens in `samples`, ascending. `divisor`: the temperature. `masks`: the masks of the
     distribution's grammar, if it has one.

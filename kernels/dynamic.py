@@ -7,28 +7,29 @@ largest number of the kind `Format.activations` (`LARGEST`: 127 for `int8`, 448 
   [`LEAST_SCALE`, `MOST` / L] (`kernels.quantization`). The quotients of the elements and the scale are rounded to
   float32, and then to the nearest number of the kind. Ties go to the number with an even code. The numbers are
   therefore from -L to L, and a row of zeros is quantized to zeros.
-- If an element is NaN or infinite, the scale is NaN, and all results of the row are NaN. Other rows are not affected.
+- If an element is NaN or infinite, the scale is NaN, and all results of the row are NaN. Rows without NaN and infinite
+  elements are not affected.
 
 The products of the row's numbers and the matrix's numbers are summed over K, to a float32 number:
 
-- `int8`: the exact sum of integers, rounded once. The order of the additions does not matter.
+- `int8`: the exact sum of integers, rounded once. The order in which the integers are added does not matter.
 - `e4m3`: the `back_sums` that the same backend computes for plain matrices of these numbers. The dtype of x represents
-  all numbers exactly.
+  each of these numbers exactly.
 
 The float32 result is
 
     (the sum) * (the scale of the matrix's row) * (the row's scale)
 
-from left to right, and rounded to float32 after each step. The result replaces the float32 sum of a plain product. In
-`back_sums`, the result is the sum, or the sum of one piece. In other ops, the bias is added to the result, and the
-total is rounded to the dtype of x.
+from left to right, and rounded to float32 after each step. The float32 result replaces the float32 sum of a plain
+product. `back_sums` uses the float32 result as the whole sum, or as the sum of one piece. Other ops add the bias to the
+float32 result, and round the total to the dtype of x.
 
 A product with only some columns of x uses the scales of the whole rows, so every op quantizes a row once.
 
-The matrix itself has the same values as in the same format with plain activations, so `Weight.to_dense` and the
-backward pass of a trainer have a plain matrix.
+The values of the matrix are the same as in the same format without quantized activations. `Weight.to_dense` and the
+backward pass of a trainer therefore use a plain matrix of these values.
 
-Owns no memory. Source: LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339) for scales of tokens.
+Owns no memory. Source: LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339) for one scale per token.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def row_peaks(x: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor, format: Format, peaks: Tensor | None = None) -> CodedRows:
-    """Quantize each row of x [M, K] as a format with quantized activations requires. `peaks`: the peaks of rows of
-    which x has only some columns; None for whole rows.
+    """Quantize each row of x [M, K] as a format with quantized activations requires. `peaks`: the peaks of the whole
+    rows, if x has only some columns of each row; None if x has whole rows.
     """
     assert format.activations is not None, f"a format with plain activations (got {format})"
     peaks, largest = row_peaks(x) if peaks is None else peaks, LARGEST[format.activations]
@@ -84,7 +85,7 @@ def quantize_rows(x: Tensor, format: Format, peaks: Tensor | None = None) -> Cod
 
 def coded_product(rows: CodedRows, weight: Quantized, plain_sums: Sums) -> Tensor:
     """Return the float32 product [M, N] of quantized rows and a quantized matrix [N, K]. `plain_sums`: the backend's
-    function for plain sums.
+    function of the type `Sums`.
     """
     sums = _exact_sums if weight.format.activations == "int8" else plain_sums
     out = rows.numbers.new_empty(len(rows.numbers), weight.shape[0])
@@ -102,8 +103,8 @@ def _exact_sums(rows: Tensor, matrix: Tensor) -> Tensor:
 
 class DynamicValues(NamedTuple):
     """The values of a quantized matrix [R, C], or of matrices [E, R, C], in a trainer. Products quantize their
-    activations as `format` requires, and quantize the values again, which gives the same codes and scales. Gradients
-    are those of a product with plain activations and the values.
+    activations as `format` requires, and quantize the values again, which gives the same codes and scales. The backward
+    pass computes the gradients of a product of the unquantized activations and the values.
     """
 
     values: Tensor
@@ -120,7 +121,7 @@ class DynamicValues(NamedTuple):
 
 
 def apart(weight: Any) -> tuple[Any, Format | None]:
-    """Return the tensor of a trainer's weight, and the format in which a product quantizes it; None for plain
+    """Return the tensor of a trainer's weight, and the format in which a product quantizes the tensor; None for plain
     products.
     """
     return (weight.values, weight.format) if isinstance(weight, DynamicValues) else (weight, None)

@@ -2,16 +2,16 @@
 
 This module defines the order and the arithmetic of the changes, for worker and trainer alike. Given the same logits,
 worker and trainer compute the same bits. The changes of a row depend only on the request and on the earlier tokens of
-the sample, so neither other rows nor chunks change them.
+the sample, and not on other rows or on chunks.
 
-The order is vLLM's. The logit becomes -inf for three kinds of tokens: tokens that the request or its grammar does not
-allow, banned tokens, and tokens that would complete a bad word. Then these steps change the logit of each token of the
-vocabulary, in float32, with the result of each step rounded:
+The order of the changes is the same as in vLLM. The logit becomes -inf for three kinds of tokens: tokens that the
+request or its grammar does not allow, banned tokens, and tokens that would complete a bad word. Then these steps change
+the logit of each token of the vocabulary, in float32, with the result of each step rounded:
 
 1. `logit_bias` is added.
 2. If the token occurs in the prompt or in the sample, a positive logit is divided by `repetition_penalty`, and any
-   other logit is multiplied by it (Keskar et al. 2019, "CTRL", arXiv 1909.05858; as in transformers, the prompt
-   counts).
+   other logit is multiplied by `repetition_penalty` (Keskar et al. 2019, "CTRL", arXiv 1909.05858; as in transformers,
+   the prompt counts).
 3. `frequency_penalty` times the number of times that the token occurs in the sample is subtracted.
 4. `presence_penalty` is subtracted if the token occurs in the sample.
 
@@ -44,7 +44,7 @@ _OCCURS = int(np.frombuffer(np.array((0, 0, 0, False, True), ENTRY).tobytes(), n
 
 
 class Edited(Protocol):
-    """The parameters of a distribution that edit logits. `engine.request.Distribution` documents them."""
+    """The logit-editing parameters of a distribution, which `engine.request.Distribution` documents."""
 
     @property
     def min_tokens(self) -> int: ...
@@ -65,7 +65,7 @@ class Edited(Protocol):
 
 
 class Masks(Protocol):
-    """The masks of a grammar. `trueroll.rollout.grammar.GrammarMasks` is one."""
+    """The masks of a grammar. `trueroll.rollout.grammar.GrammarMasks` implements this interface."""
 
     def rows(self, sample: np.ndarray, first: int) -> np.ndarray:
         """Return the masks (`RowEdits.mask`) with which tokens [first, end) of a sample were drawn: int32 [end - first,
@@ -82,7 +82,7 @@ class RowEdits(NamedTuple):
 
     `content`: the bytes of `entries`, because bytes are faster to copy and to join than arrays. `penalties` (float32
     [3]): for repetition, presence and frequency. `mask` (int32 [ceil(V / 32)]): a bit for each token of the vocabulary,
-    the lowest bit first; tokens without their bit get the logit -inf. `mask` is None if all tokens are allowed.
+    the lowest bit first; tokens with bit 0 get the logit -inf. `mask` is None if all tokens are allowed.
     """
 
     content: bytes
@@ -118,7 +118,7 @@ class Rules:
 
     @classmethod
     def of(cls, distribution: Edited, ending_tokens: Sequence[int], vocab_size: int) -> Rules | None:
-        """Return the rules of a distribution; None if it edits no logit."""
+        """Return the rules of a distribution; None if the distribution edits no logit."""
         bans = ending_tokens if distribution.min_tokens > 0 else ()
         penalties = distribution.repetition_penalty, distribution.presence_penalty, distribution.frequency_penalty
         allowed = distribution.allowed_token_ids
@@ -131,7 +131,7 @@ class Rules:
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether earlier tokens change the logits of their repetitions."""
+        """Return whether the rules have penalties, which change the logits of tokens that have occurred before."""
         return bool((self.penalties != _NONE).any())
 
     @property
@@ -216,7 +216,7 @@ class Editor:
             self._table.count(token)
 
     def row(self, mask: np.ndarray | None = None) -> RowEdits:
-        """Return the edits of the next token. Later changes of the editor do not affect the result. `mask`: the
+        """Return the edits of the next token. Later changes to the editor do not affect the returned edits. `mask`: the
         grammar's mask of the next token (`RowEdits.mask`), if the rules have a grammar.
         """
         row = self._row()
@@ -269,7 +269,8 @@ def _masked(row: RowEdits, mask: np.ndarray) -> RowEdits:
 @dataclass(frozen=True, eq=False)
 class EditedText:
     """A prompt and a sample that was drawn with `rules`. `token_ids` (integers [T]): the tokens from `start` on are the
-    sample, and the earlier tokens are its prompt. `masks`: the grammar's masks of the last tokens, as in `Editor.rows`.
+    sample, and the earlier tokens are its prompt. `masks`: the grammar's masks for the last tokens in `token_ids`, as
+    in `Editor.rows`.
     """
 
     rules: Rules
@@ -293,7 +294,7 @@ class _Table:
     """Entries for the tokens that a request names and for the tokens that occur in prompt or sample.
 
     The entries are stored as an array of int32, because a step changes a few numbers of many tables, and numpy takes
-    several times as long for a number as an array does.
+    several times as long as `array` to change a number.
     """
 
     def __init__(self, named: np.ndarray, prompt: np.ndarray, sample: np.ndarray) -> None:
@@ -365,7 +366,7 @@ def edit_slopes(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
 
 class _Entries(NamedTuple):
     """The changed logits of several rows, as tensors [E] on one device. `places`: the indices of the logits in the
-    flattened logits. `counts`: float32. `penalties`: float32 [3, E], or [3, 1] if all rows have the same ones.
+    flattened logits. `counts`: float32. `penalties`: float32 [3, E], or [3, 1] if all rows have the same penalties.
     """
 
     places: Tensor
@@ -408,7 +409,9 @@ class _Entries(NamedTuple):
 
 
 def packed_edits(rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray], count: int, vocab_size: int) -> Edits:
-    """Return the edits and the targets (int64 [K]) of `count` requests as tensors. The keys are indices of requests."""
+    """Return the edits and the targets (int64 [K]) of `count` requests as tensors. The keys of `rows` and of `targets`
+    are indices of requests.
+    """
     sizes, num_targets, penalties = np.zeros(count, np.int64), np.zeros(count, np.int64), np.tile(_NONE, (count, 1))
     if rows:
         sizes[[*rows]] = [len(each.content) // ENTRY.itemsize for each in rows.values()]
@@ -435,8 +438,8 @@ def _starts(sizes: np.ndarray) -> np.ndarray:
 
 
 def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
-    """Return the content of `parts`, contiguous arrays or bytes, as one array. Many times faster than `np.concatenate`
-    for small arrays.
+    """Return the content of `parts`, contiguous arrays or bytes, as one array. For small arrays, `_joined` is many
+    times faster than `np.concatenate`.
     """
     return np.frombuffer(bytearray().join(parts), dtype)
 

@@ -13,7 +13,7 @@ depend only on its own tokens. Padding and packing do not change the bits of rat
 
 `level` selects the ratio that a token gets:
 
-- `token`: the token's own ratio. The token's weight is biased, since the ratios of earlier tokens are ignored.
+- `token`: the token's own ratio. A weight at level `token` is biased, since the ratios of earlier tokens are ignored.
 - `sequence`: the product of the ratios in the token's sequence. The product is an unbiased weight if no ratio is
   truncated or masked. The variance of the weight grows with the length of the sequence.
 - `geometric`: the geometric mean of the ratios in the token's sequence, as in GSPO (Zheng et al. 2025, "Group Sequence

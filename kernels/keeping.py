@@ -18,8 +18,8 @@ def copy_of(weight: Any, device: torch.device) -> Any:
     """Return a copy of a weight, in memory of its own.
 
     The copy of a quantized weight holds the weight's codes, or its rounded values if the weight has no codes, so the
-    copy takes as much memory as the weight. Writing the copy back with `copy_` gives the same bits. Quantizing values
-    again might give other bits. The copy of a plain weight is a tensor on `device`.
+    copy takes as much memory as the weight. Writing the copy back with `copy_` gives the same bits. Quantizing the
+    rounded values a second time might give other bits. The copy of a plain weight is a tensor on `device`.
     """
     if format_of(weight) is None:
         return weight.to_dense().to(device, copy=True)
@@ -35,7 +35,7 @@ def copy_of(weight: Any, device: torch.device) -> Any:
 
 
 def on_device(weight: Any, device: torch.device) -> Any:
-    """Return a copy that `copy_of` made if it is on another device; otherwise the weight itself."""
+    """Return `weight` if it is on `device`; otherwise return a copy of `weight` on `device`, made by `copy_of`."""
     return weight if device_of(weight) == device else copy_of(weight, device)
 
 

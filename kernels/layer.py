@@ -147,7 +147,9 @@ def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight)
 
 
 def _mixer_pieces(spec: CachedSpec | RecurrentSpec | None, count: int) -> Pieces:
-    """Return the pieces of `o`, which consist of whole heads, or of whole groups of heads that share keys."""
+    """Return the pieces of the output projection `o`. Each piece consists of whole heads, or of whole groups of heads
+    that share keys.
+    """
     if spec is None:
         return WHOLE
     if isinstance(spec, CachedSpec):
@@ -259,8 +261,8 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def _parts_of_rows(joined: Any, counts: list[int], shares: list[int]) -> list[Any]:
-    """Cut a matrix into parts that share its memory. `counts`: the number of rows of each part. The matrix may hold
-    only some rows of a whole weight. `shares`: the proportions of the parts in the whole weight.
+    """Cut a matrix into parts that share the matrix's memory. `counts`: the number of rows of each part. The matrix may
+    hold only some rows of a whole weight. `shares`: the proportions of the parts in the whole weight.
     """
     ends, full = [*accumulate(counts)], full_rows_of(joined)
     parts = [joined.narrow(0, end - count, count) for end, count in zip(ends, counts, strict=True)]
@@ -487,7 +489,7 @@ def _scaled(q: Tensor, rotation: Rotation) -> Tensor:
 
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the attention outputs of the heads as [M, heads * D]. If there is an output gate, the outputs are
-    multiplied by it.
+    multiplied by the gate.
 
     `q`: queries from `project`. `attend`: computes the attention for queries [M, heads, D]; the result has the same
     shape.
@@ -522,7 +524,7 @@ def absorb(ops: HeadOps, q: Tensor, k_up: Any, spec: LatentSpec) -> Tensor:
     """Convert queries from `project_latent` to queries [M, heads, head_dim] for the cached keys.
 
     The query for the latent row is rounded to the dtype of q. The attention returns each head's weighted sum of latent
-    rows, which is rounded to the same dtype. Scores and sums are computed in float32.
+    rows, which is also rounded to the dtype of q. Scores and sums are computed in float32.
     """
     of_latent, q_rope = q.tensor_split([spec.nope_dim], 2)
     return torch.cat((ops.head_linear(of_latent, k_up), q_rope), 2)
@@ -556,7 +558,7 @@ def _project_delta_net(
 def _mamba2(ops: LayerOps, x: Tensor, spec: Mamba2Spec, weights: Mamba2Weights, recur: Recur) -> Tensor:
     """Return the outputs [M, inner_size] of the heads of a state space for hidden states x [M, H].
 
-    The output gate comes before or after the norm, and each group of heads has a norm of its own.
+    The output gate is applied before or after the norm, and each group of heads has a norm of its own.
     """
     inputs = ops.linear(x, weights.inputs)
     if spec.input_scales is not None:
@@ -578,7 +580,7 @@ def _norm_groups(ops: LayerOps, x: Tensor, spec: Mamba2Spec, weights: Mamba2Weig
 
 
 def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-    """Cut the rows of x [M, heads * D] into slices as long as the weight, and normalize each slice separately."""
+    """Cut each row of x [M, heads * D] into slices of the weight's length, and normalize each slice separately."""
     return ops.rmsnorm(x.reshape(-1, len(weight)), weight, norm).view_as(x)
 
 

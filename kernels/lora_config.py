@@ -1,7 +1,7 @@
 """The fields of PEFT's `LoraConfig`, sorted by their effect on the computation. Imports nothing.
 
 Plain LoRA adds scale * B A to a weight (`Backend.merge`). A trainer reads these fields in a live PEFT model
-(`adapters`). A worker reads them in the config of a saved adapter.
+(`adapters`). A worker reads the same fields in the config of a saved adapter.
 """
 
 PLAIN = {"peft_type": "LORA", "bias": "none"}

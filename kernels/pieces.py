@@ -1,9 +1,9 @@
 """The number of pieces in which a decoder's sums are computed.
 
-Tensor parallelism splits some sums over the devices: the products that lead back to the hidden states, and the sum over
-a row's experts. A sum of float32 numbers depends on the order of the additions. Each sum that may be split over devices
-is therefore cut into pieces, and the pieces are added as a balanced binary tree. With several devices, each device
-computes a subtree, which gives the same bits.
+Tensor parallelism splits some sums over the devices: the products that project back to the hidden size
+(`Backend.project_back`), and the sum over a row's experts. A sum of float32 numbers depends on the order of the
+additions. Each sum that may be split over devices is therefore cut into pieces, and the pieces are added as a balanced
+binary tree. With several devices, each device computes a subtree, which gives the same bits.
 
 The number of pieces depends only on the decoder, so that a worker on several devices, a worker on one device and a
 trainer agree to the bit. A different number of pieces may give different bits. A decoder in n pieces can run on at most
@@ -33,7 +33,7 @@ _LARGE = 40e9
 
 
 def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
-    """Return a copy of the spec with this many pieces; None: the number that suits the decoder.
+    """Return a copy of the spec with `count` pieces. If `count` is None, use the number that suits the decoder.
 
     The number that suits a decoder is 4, or 8 for more than 40e9 parameters. If the decoder cannot be cut into this
     many pieces, the number is halved until the cut is possible. Raise ConfigError for a number into which the decoder
@@ -51,8 +51,8 @@ def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
 
 
 def requirement(spec: DecoderSpec, count: int) -> str:
-    """Return a requirement that `count` pieces do not meet, such as `a divisor of 12 heads`; empty if `count` is
-    allowed.
+    """Return a requirement that `count` pieces do not meet, such as `a divisor of 12 heads`; an empty string if `count`
+    is allowed.
     """
     if count < 1 or count > MOST_PIECES or count & (count - 1):
         return "1, 2, 4 or 8"

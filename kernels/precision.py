@@ -1,11 +1,12 @@
 """What is quantized in a decoder: the settings `quantization` and `kv_cache_dtype` of workers and trainers.
 
-`quantization` names a format of `kernels.quantization`, such as `fp8`, and optionally the weights: `fp8` quantizes the
-matrices of all attentions, recurrences, MLPs and experts, and `fp8:experts` only the stacked matrices of experts. With
-some formats, such as `int8_dynamic`, products with these matrices also quantize their activations (`kernels.dynamic`).
-The products with `k_up` and `v_up` of latent attention do not. Embeddings, the head, routers, the gates of recurrences,
-norms, biases, convolutions and vision towers keep the dtype of the model. `none` quantizes nothing. `kv_cache_dtype`
-names a format of `kernels.cache_formats` for keys and values; `auto` is the dtype of the model.
+`quantization` names a format of `kernels.quantization`, such as `fp8`, and optionally selects which weights are
+quantized: `fp8` quantizes the matrices of all attentions, recurrences, MLPs and experts, and `fp8:experts` only the
+stacked matrices of experts. With some formats, such as `int8_dynamic`, products with these matrices also quantize their
+activations (`kernels.dynamic`). The products with `k_up` and `v_up` of latent attention do not quantize their
+activations. Embeddings, the head, routers, the gates of recurrences, norms, biases, convolutions and vision towers keep
+the dtype of the model. `none` quantizes nothing. `kv_cache_dtype` names a format of `kernels.cache_formats` for keys
+and values; `auto` is the dtype of the model.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SETTINGS = (NONE, *FORMATS, *(name + EXPERTS_SUFFIX for name in FORMATS))
 def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:
     """Return a copy of the spec with the formats of the weights in `DecoderSpec.held`.
 
-    The formats replace those that the spec has. Raise ConfigError for an unknown setting, and for a setting that
+    The new formats replace all formats in the spec. Raise ConfigError for an unknown setting, and for a setting that
     quantizes the experts of a decoder without experts.
     """
     if setting not in SETTINGS:
@@ -118,7 +119,7 @@ class Rounding(NamedTuple):
     layout: StackLayout | None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the values of a quantized tensor, in its dtype and layout. Raise the errors of `quantize`."""
+        """Return the values of a quantized tensor, in its dtype and layout. Raise the same errors as `quantize`."""
         if self.layout is None:
             return round_trip(tensor, self.format)
         matrices = self.layout.rows_first(tensor)

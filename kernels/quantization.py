@@ -2,21 +2,21 @@
 
 A format divides a matrix [R, C] into blocks. An element is stored as a code of 8 or 4 bits, which stands for a number.
 The elements of a block share a scale. The value of an element is the float32 product of its number and its scale,
-rounded to the dtype of the model (`Quantized.values`). A product with a quantized matrix has the bits of the product
-with the matrix of these values, unless the format also quantizes activations (`kernels.dynamic`). Worker and trainer
-therefore agree if both quantize the same matrix (`quantize`): the worker stores codes and scales, and the trainer
-computes with the values.
+rounded to the dtype of the model (`Quantized.values`). A product with a quantized matrix has the same bits as the
+product with the matrix of these values, unless the format also quantizes activations (`kernels.dynamic`). Worker and
+trainer therefore agree if both quantize the same matrix (`quantize`): the worker stores codes and scales, and the
+trainer computes with the values.
 
 docs/low_precision.md has the table of the formats. All formats follow these rules:
 
 - Scales are computed and applied in float32. A quotient is rounded to float32 before it is rounded to a number.
-- Quotients are rounded to the nearest number. Ties go to the number with an even code. Numbers beyond the largest one
-  are stored as the largest one (saturation).
+- Quotients are rounded to the nearest number. Ties go to the number with an even code. Numbers beyond the largest
+  number that a code can store are stored as this largest number (saturation).
 - A float32 scale is at least 2**-126, so a block of zeros has a scale that is not 0. The value of the largest number is
   at most (1 - 2**-22) * 2**128, which is finite.
 - NaN and infinite elements are refused.
-- Rows are quantized independently of each other, except in blocks of several rows. Such blocks begin at multiples of
-  `ROWS` rows. A matrix may therefore be quantized in slices that begin at such multiples.
+- Rows are quantized independently of each other, except in blocks of several rows. Blocks of several rows begin at
+  multiples of `ROWS` rows. A matrix may therefore be quantized in slices that begin at multiples of `ROWS` rows.
 
 Owns no memory. Sources: OCP Microscaling Formats 1.0 (2023) for `mxfp8` and `mxfp4`; NVIDIA's NVFP4 (2025); the
 DeepSeek-V3 Technical Report (2024) for `fp8`; AWQ (Lin et al. 2023, arXiv 2306.00978) for `awq`.
@@ -68,7 +68,7 @@ class Format:
     scales. `e8m0`: a power of two, stored as one byte. `e4m3`: a float8_e4m3fn times a float32 scale that `ROWS` rows
     share. `columns`: the columns of a block; None for all columns. `rows`: the rows of a block. `activations`: the kind
     of numbers to which a product also quantizes its activations (`kernels.dynamic`), always the same as `element`; None
-    for plain activations.
+    if products do not quantize activations.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """The bits of a code."""
+        """The number of bits in a code."""
         return 8 if self.element in ("e4m3", "int8") else 4
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes of a scale."""
+        """The number of bytes in a scale."""
         return SCALE_DTYPES[self.scale].itemsize
 
     def stores(self, other: Format) -> bool:
@@ -121,9 +121,10 @@ class Quantized:
     """A quantized matrix [R, C], or some of its rows or columns.
 
     `codes`: uint8 [R, C], one code in each byte. `scales` [R, G]: for each row, the scale of each group of
-    `Format.group` columns. The dtype of `scales` is float32; for `e8m0` uint8, a byte b that stands for 2**(b - 127);
-    for `e4m3` float8_e4m3fn; for `float16` float16. `zeros`: the zero points, uint8 [R, G], for `int4`; otherwise None.
-    `row_scales`: float32 [R], the second factor of the scales of kind `e4m3`; otherwise None.
+    `Format.group` columns. The dtype of `scales` is float32, except for three kinds of scales: uint8 for `e8m0`, where
+    a byte b stands for 2**(b - 127); float8_e4m3fn for `e4m3`; and float16 for `float16`. `zeros`: the zero points,
+    uint8 [R, G], for `int4`; otherwise None. `row_scales`: float32 [R], the second factor of the scales of kind `e4m3`;
+    otherwise None.
     """
 
     format: Format
@@ -186,7 +187,7 @@ class Quantized:
         return numbers.mul_(self._spread(scales))
 
     def _spread(self, of_groups: Tensor) -> Tensor:
-        """Repeat a number of each group for the columns of the group."""
+        """Repeat the number of each group once for each column of the group."""
         rows, columns = self.shape
         if of_groups.shape[1] == 1:
             return of_groups.expand(rows, columns)
@@ -194,7 +195,7 @@ class Quantized:
 
 
 def join(parts: list[Quantized], dim: int) -> Quantized:
-    """Return one matrix with the rows (`dim` 0) or the columns (`dim` 1) of several, one after the other."""
+    """Return one matrix with the rows (`dim` 0) or the columns (`dim` 1) of several matrices, one after the other."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -228,7 +229,7 @@ def quantize(matrix: Tensor, format: Format, unit: int | None = None) -> Quantiz
 
 
 def round_trip(matrix: Tensor, format: Format, unit: int | None = None) -> Tensor:
-    """Return the values of the quantized matrix, in the matrix's dtype. The errors are those of `quantize`."""
+    """Return the values of the quantized matrix, in the matrix's dtype. Raise the same errors as `quantize`."""
     found, start = torch.empty_like(matrix), 0
     for part in _slices(matrix.detach(), unit):
         found[start : start + len(part)] = _quantize_rows(part, matrix, format).values()
@@ -238,8 +239,8 @@ def round_trip(matrix: Tensor, format: Format, unit: int | None = None) -> Tenso
 
 def quantize_part(matrix: Tensor, format: Format, unit: int | None, first: int, whole_rows: int) -> Quantized:
     """Quantize a matrix that consists of rows of another matrix, from row `first` on. The other matrix has `whole_rows`
-    rows, and its blocks of rows begin as in `quantize` with `unit`. Raise the errors of `quantize`, and ValueError if
-    the rows do not consist of whole blocks.
+    rows, and its blocks of rows begin as in `quantize` with `unit`. Raise the same errors as `quantize`, and also
+    ValueError if the rows do not consist of whole blocks.
     """
     count, unit = len(matrix), min(unit or whole_rows, whole_rows)
     if not (format.rows > 1 or format.scale == "e4m3") or not count:
@@ -284,14 +285,15 @@ def refuse_elements(format: Format, index: Tensor) -> None:
 def _may_lose_codes(found: Quantized, dtype: torch.dtype) -> bool:
     """Return whether rounding an `e4m3` value to the dtype may move the value nearer to another number.
 
-    This is possible only if the least distance of two values, scale * 2**-9, is near the smallest number of the dtype.
+    Such a move is possible only if the least distance between two values, scale * 2**-9, is near the smallest number of
+    the dtype.
     """
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     return bool((found.scales * 2.0**-9 < 8 * least).any())
 
 
 def _slices(matrix: Tensor, unit: int | None) -> Iterator[Tensor]:
-    """Yield slices of rows that may be quantized one by one. Their temporary tensors fit into a CPU's cache."""
+    """Yield slices of rows that may be quantized one by one. A slice's temporary tensors fit into a CPU's cache."""
     rows, columns = matrix.shape
     unit = min(unit or rows, rows) or 1
     step = max(_SLICE // (max(columns, 1) * ROWS), 1) * ROWS
@@ -353,19 +355,21 @@ def _float16_scales(low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, 
 
 
 def divided(tensor: Tensor, number: float) -> Tensor:
-    """Return the quotients, rounded once. On a GPU, torch divides by a Python number through its rounded reciprocal."""
+    """Return the quotients, rounded once. On a GPU, torch divides by a Python number by multiplying by the number's
+    rounded reciprocal.
+    """
     return tensor / torch.full_like(tensor, number)
 
 
 def _over_rows(peaks: Tensor, count: int) -> Tensor:
-    """Replace each row of peaks [R, G] by the largest values in its block of `count` rows."""
+    """Replace each row of peaks [R, G] by the largest values in the row's block of `count` rows."""
     padded = torch.nn.functional.pad(peaks, (0, 0, 0, -len(peaks) % count))
     return padded.unflatten(0, (-1, count)).amax(1).repeat_interleave(count, 0)[: len(peaks)]
 
 
 def nearest(quotients: Tensor, element: Element) -> Tensor:
-    """Return the nearest numbers of the kind `e4m3` or `int8`, as float32. Numbers beyond the largest one become the
-    largest one.
+    """Return the nearest numbers of the kind `e4m3` or `int8`, as float32. Numbers beyond the largest number of the
+    kind become this largest number.
     """
     if element == "e4m3":
         return _look_up(_E4M3_VALUES, _codes(quotients, element))

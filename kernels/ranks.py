@@ -9,8 +9,8 @@ delta nets, neighbouring inner features of an MLP, and neighbouring experts. Nor
 embeddings are whole on every rank. The head is divided by sections of the vocabulary, and every rank folds the results
 of all sections. Every rank therefore has the same hidden states, routes and tokens.
 
-A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
-subtree of its own pieces in float32. A product that quantizes activations first needs the largest magnitude of each
+A rank's part consists of whole pieces (`pieces`). Where a layer projects back to the hidden size, each rank computes
+the subtree of its own pieces in float32. A product that quantizes activations first needs the largest magnitude of each
 row, which the ranks exchange (`dynamic.row_peaks`). The sums of the ranks are then added as the upper levels of the
 balanced binary tree. Every rank adds all rows, or, for large tensors, each rank adds a share of the rows
 (`Exchange.add`). Bits therefore do not depend on the number of ranks. `Exchange` only moves bytes.
@@ -126,7 +126,7 @@ def fold(sums: Sequence[Tensor]) -> Tensor:
 
 
 def part_of(spec: DecoderSpec, rank: Rank, section: int) -> DecoderSpec:
-    """Return the part of a decoder that a rank holds and computes. The `held` of the result says which parts of a
+    """Return the part of a decoder that a rank holds and computes. `held` of the returned spec says which parts of a
     checkpoint's tensors the rank holds. `section`: as `Backend.HEAD_SECTION`.
 
     Raise ConfigError if the decoder has too few pieces for this many ranks, or if layers with weights of the same role
@@ -199,8 +199,8 @@ def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
 
 
 def _below(*parts: Slice) -> Slice:
-    """Return the rows of a tensor that consists of several tensors, one below the other. `parts`: the rows to return of
-    each stacked tensor.
+    """Return a slice of a tensor that stacks several tensors, one below the other. `parts`: the rows of each stacked
+    tensor that belong to the slice.
     """
     starts = accumulate((part.total for part in parts), initial=0)
     ranges = [(first + start, n) for first, part in zip(starts, parts, strict=False) for start, n in part.ranges]

@@ -519,7 +519,7 @@ class _EqualQueries:
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
     def _first_tile(self, start: int, group: int, tile: int) -> int:
-        """Return the number of a tile: no query in the tiles before it sees key `start`. In causal attention, the
+        """Return the index of a tile such that no query in an earlier tile sees key `start`. In causal attention, the
         result is the first tile that sees the key, in the sequence with the longest context.
         """
         if self.ends is not None:

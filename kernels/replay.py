@@ -38,7 +38,7 @@ def replayed(
     experts, experts per token], and `attention_mask` must be the mask of the forward pass (None if there is no
     padding). For packed tokens [1, M], `routed_experts` has shape [M, layers with experts, experts per token], and
     `lengths` must give the lengths of the sequences. Entries for padding and for the last token of each sequence are
-    not read: the model chooses the experts of these tokens. With checkpointed layers, which are recomputed in the
+    not read: the model chooses the experts of these tokens. If layers are checkpointed, and therefore recomputed in the
     backward pass, keep the context open until the backward pass is done.
 
     Raise AlignmentError for a model that is aligned or does not belong to a supported family, for `routed_experts` that

@@ -12,8 +12,8 @@ from .quantization import Format, Quantized, quantize, refuse_elements
 
 
 class RoundedWeight:
-    """A `Weight` that holds the values of a quantized matrix, rounded to the dtype, in another weight. Takes as much
-    memory as that weight.
+    """A `Weight` that holds the values of a quantized matrix, rounded to the dtype, in the plain weight `plain`. A
+    `RoundedWeight` takes as much memory as the plain weight.
 
     `plain`: the other weight. `unit`: as for `quantize`.
     """
@@ -65,5 +65,5 @@ class RoundedWeight:
 
 
 def plain_of(weight: Weight | Any) -> Any:
-    """Return the weight with which ops compute."""
+    """Return the weight that ops read: the plain weight of a `RoundedWeight`, or the weight itself."""
     return weight.plain if isinstance(weight, RoundedWeight) else weight

@@ -21,8 +21,8 @@ BACKENDS = ("cpu", "triton", "reference")
 class SelectedBackend:
     """The backend for a model.
 
-    `note`: the reason that `auto` fell back to a slower backend; empty if it did not. `can_capture`: whether a
-    CUDA graph can capture the backend's calls.
+    `note`: the reason why `auto` fell back to a slower backend; an empty string if `auto` did not fall back.
+    `can_capture`: whether a CUDA graph can capture the backend's calls.
     """
 
     name: str
@@ -36,8 +36,9 @@ def select_backend(
 ) -> SelectedBackend:
     """Return the backend called `name`. For `auto`, return the best backend for the device and the decoder.
 
-    `spec`: the decoder's spec; None for ops alone. Raise ConfigError if no backend has this name, if the backend cannot
-    serve the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine lacks.
+    `spec`: the decoder's spec; None to select a backend for the ops alone. Raise ConfigError if no backend has this
+    name, if the backend cannot serve the decoder, or if TRUEROLL_CPU_ISA names an instruction set that this machine
+    lacks.
     """
     if name not in ("auto", *BACKENDS):
         raise ConfigError(f"backend must be one of auto, {', '.join(BACKENDS)} (got {name!r})")
@@ -54,7 +55,7 @@ def select_backend(
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return the reason that the backend cannot serve this decoder; empty if it can."""
+    """Return the reason why the backend cannot serve this decoder; an empty string if it can."""
     from . import cpu, triton
 
     return (triton if name == "triton" else cpu).obstacle(device, dtype, spec)

@@ -152,7 +152,9 @@ class Shard:
 
 
 def _prepared(source: Tensor | Quantized, weight: Shard | Shards) -> Tensor | Quantized:
-    """Quantize a tensor for a quantized matrix. The scale of a row or block does not depend on how it is divided."""
+    """Quantize a tensor for a quantized matrix. The scale of a row or block does not depend on how the tensor is
+    divided among the ranks.
+    """
     if isinstance(source, Quantized) or weight.format is None or is_stack(weight):
         return source
     return quantize(source.to(weight.dtype), weight.format)
@@ -176,7 +178,7 @@ def _rows(weight: Any, start: int, length: int) -> Any:
 
 
 class _Rows:
-    """Rows of a matrix that `Weight.narrow` does not accept. Such rows are written element by element."""
+    """Rows of a matrix that `Weight.narrow` does not accept. `_Rows` writes its rows element by element."""
 
     def __init__(self, weight: Any, start: int, length: int) -> None:
         self._weight, self._start = weight, start

@@ -147,16 +147,16 @@ class LatentSpec:
     """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2), causal, with a KV cache of one key-value head.
 
     A token's hidden states are projected to a latent row of `latent_dim` elements, which is normalized, and to a key of
-    `rope_dim` elements, which is rotated. All heads share both. The cache holds the latent row and the rotated key side
-    by side as one key; the latent row is also the value. A head's query consists of `nope_dim` elements and `rope_dim`
-    rotated elements. The head's matrix `k_up` converts the first part to a query of the latent row. The head's matrix
-    `v_up` converts the weighted sum of the latent rows to `value_dim` elements.
+    `rope_dim` elements, which is rotated. All heads share the latent row and the key. The cache holds the latent row
+    and the rotated key side by side as one key; the latent row is also the value. A head's query consists of `nope_dim`
+    elements and `rope_dim` rotated elements. The head's matrix `k_up` converts the first part to a query of the latent
+    row. The head's matrix `v_up` converts the weighted sum of the latent rows to `value_dim` elements.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation. `interleaved`: rotated pairs are
     neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `q_rank`: the size of the row from
     which queries are computed; None if queries are computed from hidden states. `norm`: the norms of the latent row and
-    of the row of size `q_rank`. `bias`: the output projection and the products of hidden states, except `q`, have
-    biases. `cache_format`: as in `AttentionSpec`.
+    of the row of size `q_rank`. `bias`: the output projection has a bias, and so have all projections of hidden states
+    except `q`. `cache_format`: as in `AttentionSpec`.
     """
 
     num_heads: int
@@ -421,8 +421,8 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """How the float32 products of the head become logits. Every op of the head applies the scale and the cap in
-    float32.
+    """How the float32 products of hidden states and the head's weight become logits. Every op of the head applies the
+    scale and the cap in float32.
 
     `scale`: multiplies a product. `soft_cap`: a scaled product s becomes soft_cap * tanh(s / soft_cap).
     """
@@ -562,10 +562,11 @@ class TowerSpec:
     layers without windows. `last_norm`: a norm follows the last layer.
 
     `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Without `pooled`,
-    the rows are normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm of the rows,
-    with and without `pooled`. `deepstack`: the layers after which a further merger computes a row for each block (Meng
-    et al. 2024). The rows of the first deepstack merger are added to the hidden states after the decoder's first layer,
-    and so on. Deepstack mergers join the rows of a block before they normalize the result.
+    the rows are normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm that the
+    merger applies, with and without `pooled`. `deepstack`: the layers after which a further merger computes a row for
+    each block (Meng et al. 2024). The rows of the first deepstack merger are added to the hidden states after the
+    decoder's first layer, the rows of the second merger after the second layer, and so on. Deepstack mergers join the
+    rows of a block before they normalize the result.
 
     `placeholder`: the rows of an image replace the embeddings of tokens with this id. `video_placeholder`: the id of
     the tokens that stand for frames of a video; None if the model takes no videos. `sees_span`: in the decoder's
@@ -634,7 +635,7 @@ MTP_PREFIX = "mtp."
 
 
 def is_of_mtp(name: str) -> bool:
-    """Return whether this is the name of a weight of the MTP module."""
+    """Return whether `name` is the name of a weight of the MTP module."""
     return name.startswith(MTP_PREFIX)
 
 
@@ -706,22 +707,22 @@ class DecoderSpec:
 
     `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor, in float32.
     `rounds_embed_scale`: the factor is first rounded to the dtype of the embeddings. `norm`: the norm after the last
-    layer. `head`: how logits are computed from the products of the head. `embedding`, `last_norm`: the names of the
-    embeddings and of the last norm's weight. `names`: a layer's weight names by role, without `model.layers.N.`.
-    `renamed`, `respelled`: how names in a checkpoint become the decoder's names (see `spellings.Names`). `others`:
-    prefixes of names; a tensor with such a prefix does not belong to the decoder. `pieces`: the number of pieces in
-    which each product that leads back to the hidden states is summed, and the number of groups in which the outputs of
-    a row's experts are added (see `kernels.pieces`). `ranks`: the number of ranks; this spec describes one of them (see
-    `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight.
-    Weights with roles not listed in `held` are whole and in the model's dtype. `stage`: the stage that this spec
-    describes; `layers` has the layers of all stages. `mtp`: the layer of the model's multi-token prediction (MTP)
-    module, which guesses the token after the next one; None without such a module. `serves_mtp`: whether the MTP module
-    belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `tower`: the vision tower beside the
-    decoder, or None. `serves_tower`: whether the tower belongs to the decoder; otherwise, its tensors in a checkpoint
-    are ignored. `beside`: the prefixes of the names (after `renamed`) of the tensors of an unsupported tower. The
-    tensors of an unsupported tower are ignored, and an aligned model refuses images. `quantization`: the setting that
-    determined the formats in `held` (see `kernels.precision`). `kv_cache_dtype`: the setting that determined the
-    `cache_format` of the layers (see `kernels.cache_formats`).
+    layer. `head`: how logits are computed from the products of hidden states and the head's weight. `embedding`,
+    `last_norm`: the names of the embeddings and of the last norm's weight. `names`: a layer's weight names by role,
+    without `model.layers.N.`. `renamed`, `respelled`: how names in a checkpoint become the decoder's names (see
+    `spellings.Names`). `others`: prefixes of names; a tensor with such a prefix does not belong to the decoder.
+    `pieces`: the number of pieces in which each product that projects back to the hidden size is summed, and the number
+    of groups in which the outputs of a row's experts are added (see `kernels.pieces`). `ranks`: the number of ranks;
+    this spec describes one of them (see `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that
+    says how a layer holds the weight. Weights with roles not listed in `held` are whole and in the model's dtype.
+    `stage`: the stage that this spec describes; `layers` has the layers of all stages. `mtp`: the layer of the model's
+    multi-token prediction (MTP) module, which guesses the token after the next one; None without such a module.
+    `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint are ignored.
+    `tower`: the vision tower beside the decoder, or None. `serves_tower`: whether the tower belongs to the decoder;
+    otherwise, its tensors in a checkpoint are ignored. `beside`: the prefixes of the names (after `renamed`) of the
+    tensors of an unsupported tower. The tensors of an unsupported tower are ignored, and an aligned model refuses
+    images. `quantization`: the setting that determined the formats in `held` (see `kernels.precision`).
+    `kv_cache_dtype`: the setting that determined the `cache_format` of the layers (see `kernels.cache_formats`).
     """
 
     architecture: str

@@ -1,9 +1,9 @@
 """The names of tensors in checkpoints and pushes.
 
 A model uses the names that transformers gives to the tensors (`own_name` translates other names). The matrices of
-experts are stacked in one tensor or split into parts. A model holds them as stacks [E, R, C]. A checkpoint or push may
-have parts instead of a stack. The parts of an expert are tensors [rows, C]. Concatenated along the rows, the parts of
-an expert form the expert's matrix. Imports no torch.
+experts are stacked in one tensor or split into parts. A model holds the matrices of experts as stacks [E, R, C]. A
+checkpoint or push may have parts instead of a stack. The parts of an expert are tensors [rows, C]. Concatenated along
+the rows, the parts of an expert form the expert's matrix. Imports no torch.
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ from .quantization import Format, Quantized, format_of, join
 class StackLayout:
     """How a checkpoint stores matrices [E, R, C] and biases [E, R].
 
-    `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and of the second half
-    alternate. Biases have rows only, so `transposed` does not affect them. `or_transposed`: the files of a checkpoint
-    may instead store all matrices as [E, C, R], which the loader recognizes by their shapes. Pushes must not use this
-    alternative. `parts`: the number of parts of equal height, such as gate and up, that a matrix consists of.
+    `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and the rows of the second
+    half of a matrix alternate. Biases have rows only, so `transposed` does not affect biases. `or_transposed`: the
+    files of a checkpoint may instead store all matrices as [E, C, R], which the loader recognizes by their shapes.
+    Pushes must not use the alternative order [E, C, R]. `parts`: the number of parts of equal height, such as gate and
+    up, that a matrix consists of.
     """
 
     transposed: bool = False
@@ -115,8 +116,8 @@ class HeadMatrices:
         return sum(each.nbytes for each in self.matrix) * self.shape[0] // (heads * self.layout.head_rows)
 
     def copy_(self, source: Tensor | HeadMatrices) -> None:
-        """Store a tensor of this shape, or the same rows of other matrices. Raise ValueError if the source has another
-        shape.
+        """Store a tensor of this shape, or the same rows of another `HeadMatrices`. Raise ValueError if the source has
+        another shape.
         """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")

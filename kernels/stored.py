@@ -1,8 +1,8 @@
 """How the matrices of a checkpoint are stored, according to `quantization_config` in config.json.
 
-The file may be untrusted. Each entry of `quantization_config` is therefore only compared with the entries of a table,
-and is not interpreted in any other way. The entry that lists excluded layers is not read, because the tensors in the
-files show which matrices are quantized. Owns nothing.
+A config.json may be untrusted. Each entry of `quantization_config` is therefore only compared with the entries of a
+table, and is not interpreted in any other way. The entry that lists excluded layers is not read, because the tensors in
+the files show which matrices are quantized. Owns nothing.
 
 Sources: the configurations of transformers (`fp8`, `mxfp4`), AutoAWQ 0.2, compressed-tensors 0.20 and ModelOpt 0.40.
 """
@@ -151,14 +151,18 @@ def _compressed(found: Mapping[str, Any]) -> Stored:
 
 
 def _quantizes_tokens(group: Mapping[str, Any]) -> bool:
-    """Return whether a group of layers quantizes activations token by token, to 8 bits of its weights' type."""
+    """Return whether a group of layers quantizes activations token by token, to 8-bit numbers of the same type as its
+    weights.
+    """
     scheme, kind = group.get("input_activations"), group["weights"]["type"]
     wanted = dict(type=kind, num_bits=8, strategy="token", dynamic=True, symmetric=True)
     return isinstance(scheme, dict) and all(scheme.get(name) == value for name, value in wanted.items())
 
 
 def _layout_of(group: Any, format: Any) -> tuple[str, str]:
-    """Return the layout and the setting of a group of layers. `format`: the format of groups that name none."""
+    """Return the layout and the setting of a group of layers. `format`: the format of groups of layers that name no
+    format.
+    """
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise ModelError(f"a group of config_groups in {_PLACE} must describe weights (got {brief(group)}); {_ADVICE}")

@@ -2,8 +2,9 @@
 
 `encode` turns the pixels of images into rows of embeddings. Workers run `encode` image by image, with the ops of a
 backend. Trainers run `encode` for all images of a batch, with ops that have gradients (`TowerOps`). The rows of an
-image depend only on its pixels, its grid and the weights: a patch sees only patches of its image, and in no op do the
-bits of a row depend on other rows. Learned positions are interpolated in float32, in a fixed order, and rounded once.
+image depend only on the image's pixels, the image's grid and the weights: a patch sees only patches of its image, and
+the bits of a row do not depend on other rows in any op. Learned positions are interpolated in float32, in a fixed
+order, and rounded once.
 
 A tower consists of parts. In a trainer, the weights of a part are in one module, and each part is computed while that
 module is called, once for all images (`training_towers`).
@@ -109,7 +110,7 @@ class Norm(NamedTuple):
 @dataclass(frozen=True)
 class TowerLayer:
     """The weights of a layer. `inputs`: the product that computes q, k and v, or the three products. `inner`: the up
-    product; gate and up if the MLP is gated.
+    product, or, if the MLP is gated, the gate and up products.
     """
 
     mixer_norm: Norm
@@ -148,7 +149,7 @@ RunPart: TypeAlias = Callable[[Compute, Tensor], Tensor]
 class Part(NamedTuple):
     """A part of a tower. `make(get)` returns the part's weights. `make` calls `get(name, *shape)`, which returns a
     matrix for two dimensions, and a tensor otherwise. `role`, `number`: the role of one of the weights, and the number
-    in its name.
+    in this weight's name.
     """
 
     role: str
@@ -286,7 +287,7 @@ class _Layout:
         return self._whole if layer in self._spec.whole_layers else self._windows
 
     def rotation(self, backend: Backend) -> Rotation | None:
-        """Return the rotation of the patches. It is computed once."""
+        """Return the rotation of the patches, which is computed once."""
         spec = self._spec.rotation
         if spec is not None and self._rotation is None:
             inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=self._device)

@@ -16,8 +16,8 @@ bit-identical to the worker's `top_logprobs`. Gradients agree with the unaligned
 Under bfloat16 autocast, a model with float32 parameters gives the same bits as a bfloat16 worker that received these
 parameters. `aligned_with` returns the backend, instruction set and dtype of a model. If the fastest backend cannot
 serve the model, the fallback backend is logged on first use. A mixture-of-experts model uses the same experts as the
-worker: the model chooses the experts itself, or the caller passes them. For a model that is not aligned, use `replayed`
-to pass experts.
+worker: the model chooses the experts itself, or the caller passes the experts. For a model that is not aligned, use
+`replayed` to pass experts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _Rows:
 
 
 class _Embedded:
-    """The embeddings of images. Wrappers pass on an `_Embedded` unchanged, as they do with a `_Rows`.
+    """The embeddings of images. Like a `_Rows`, an `_Embedded` passes through wrappers unchanged.
 
     `rows`: [tokens of images, (1 + layers) * H]. The first part of a row replaces the embedding of the token at its
     index in `places`. Each further part is added to the token's hidden states after a layer: the second part after the
@@ -195,9 +195,9 @@ class _Drawn:
 
 
 class Arithmetic(NamedTuple):
-    """The settings that determine the bits of an aligned model: `backend`, its instruction set `isa`, `dtype`, such as
-    `bfloat16`, `pieces`, the number of pieces in which sums are computed, and `quantization` and `kv_cache_dtype`,
-    which say how weights, and keys and values, are quantized.
+    """The settings that determine the bits of an aligned model. `isa`: the instruction set of `backend`. `dtype`: the
+    name of a dtype, such as `bfloat16`. `pieces`: the number of pieces in which sums are computed. `quantization`: how
+    weights are quantized. `kv_cache_dtype`: how keys and values are quantized.
 
     Names and values are the same as in a worker's `health().engine`.
     """
@@ -304,7 +304,8 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _of_layers(model: Any, of_spec: Callable[[DecoderSpec], dict[str, Any]]) -> dict[str, Any]:
-    """Call `of_spec` for the roles of weights, and return its results by the names of the weights.
+    """Return a dict from the name of each weight to the result of `of_spec` for the weight's role. `of_spec`: returns a
+    dict from role to result.
 
     Return {} for a model that no worker serves.
     """
@@ -353,19 +354,20 @@ def token_log_probs(
     last token of each sequence are not read. A rollout's record of experts has no row for the last token of a sample.
 
     `media`: the images of the sequences, for a model with a vision tower. Two forms are accepted. The first form is one
-    list of `ImageInput` per sequence, as the worker got them: `start` counts the sequence's tokens without padding. The
-    second form is a map with the output of an image processor of transformers: `pixel_values` and, if the model has
-    them, `image_grid_thw` and the token types (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]). The tokens
-    of images are placeholders. All other placeholders are text, including placeholders that a worker sampled. Gradients
-    reach the tower. All ranks of a sharded model call the model's tower. On a rank without images, the tower's
-    parameters get gradients of zeros.
+    list of `ImageInput` per sequence, as the worker got the images: `start` counts the sequence's tokens without
+    padding. The second form is a map with the output of an image processor of transformers: `pixel_values` and, if the
+    model has them, `image_grid_thw` and the token types (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]).
+    The tokens of images are placeholders. All other placeholders are text, including placeholders that a worker
+    sampled. Gradients reach the tower. All ranks of a sharded model call the model's tower. On a rank without images,
+    the tower's parameters get gradients of zeros.
 
-    `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
-    then equal the log-probs that a worker returns, for any `logprobs` except None. Edits and filters keep the same
-    tokens as in the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is
-    a sample, and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as
-    `processed`. `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans. `masks`: the
-    masks of `structured_outputs`, such as `trueroll.rollout.grammar.GrammarMasks`.
+    `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. With a
+    `distribution`, the log-probs equal the log-probs that a worker returns, for any value of its `logprobs` except
+    None. Edits and filters keep the same tokens as in the worker. Gradients reach the logits of kept tokens only. Each
+    run of tokens in `completion_mask` is a sample, and the earlier tokens of the sequence are the sample's prompt. A
+    `Distribution` without `logprobs` counts as `processed`. `eos_token_ids`: the tokens that `min_tokens` bans, from
+    the worker's `health().engine["eos_token_ids"]`. `masks`: the masks of `structured_outputs`, such as
+    `trueroll.rollout.grammar.GrammarMasks`.
 
     `target_ids` (integers, [*input_ids.shape, K]): return the log-probs of these tokens instead of the log-probs of
     `input_ids`, for distillation. Pad a token's list of fewer than K ids with -1, which gets the log-prob 0. The result

@@ -2,7 +2,7 @@
 
 This module checks the images that come with a batch. Images have two sources: preprocessed images, as workers get them,
 and the output of an image processor of transformers (`read_pixels`). The tokens of images are spans that the caller
-gives or that token types mark. A placeholder that the model sampled is text.
+gives or that token types mark. A placeholder that the model sampled counts as text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PackedImages:
     by image. `grids`: the rows and columns of patches of each image. `places`: int64 [tokens of all images], the
     indices of the images' tokens among the M tokens.
 
-    The class is neither a dataclass nor a tuple, so that wrappers of models pass it on unchanged.
+    The class is neither a dataclass nor a tuple, so that a `PackedImages` passes through wrappers of models unchanged.
     """
 
     def __init__(

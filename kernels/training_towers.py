@@ -113,7 +113,7 @@ class _TrainedPart(NamedTuple):
 
 
 class _Idle(Function):
-    """A tensor without elements that depends on weights. The gradients of the weights are zeros."""
+    """A tensor without elements that depends on weights. The gradients of these weights are zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:

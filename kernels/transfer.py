@@ -1,4 +1,4 @@
-"""CUDA streams, and copies from the host to a device, which do not block.
+"""CUDA streams, and non-blocking copies from the host to a device.
 
 On a CPU, `to_device` copies nothing. On a GPU, copies use pinned memory and are queued after the kernels of the current
 stream.
@@ -44,8 +44,8 @@ def stream_beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Return the same stream on each call. Torch reuses freed memory only on the stream for which the memory was
-    allocated.
+    """Return the stream for copies to the GPU with this index, the same stream on each call. Torch reuses freed memory
+    only on the stream for which the memory was allocated.
     """
     return torch.cuda.Stream(index)
 

@@ -2,9 +2,9 @@
 
 An audit requests a few groups of samples from the worker, computes the log-probs of the samples as the trainer does,
 and compares both sets of log-probs bit by bit. The audit also compares everything that determines the bits: alignment,
-dtype, backend, instruction set, weights (by checksums of the tensors), version, and the token distribution under which
-log-probs are computed. For each cause, the result has advice on how to remove the difference. An audit changes nothing,
-but the worker pauses between two steps while it computes checksums.
+dtype, backend, instruction set, weights (by checksums of the tensors), weight version, and the token distribution under
+which log-probs are computed. For each cause of differences, the result has advice on how to remove the cause. An audit
+changes nothing, but the worker pauses between two engine steps while the worker computes checksums.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of different log-probs. `text`: the difference between trainer and engine, and how to remove it."""
+    """A cause of different log-probs. `text`: a description of the difference between trainer and engine, and of how to
+    remove this difference.
+    """
 
     name: CauseName
     text: str
@@ -79,14 +81,15 @@ class Audit:
 
     - `num_tokens`: number of compared tokens; `num_different`: number of tokens for which trainer and worker have
       different log-prob bits
-    - `largest`, `mean`: maximum and mean of |trainer - worker|
+    - `largest`, `mean`: maximum and mean of the absolute difference between the trainer's and the worker's log-probs
     - `place`: (prompt, sample, token) indices of the largest difference; None if all log-probs are equal
     - `causes`: the differences that were found between trainer and worker
-    - `tensors`: names of the tensors that differ between trainer and worker, or that only one of the two has
+    - `tensors`: names of the tensors that differ between trainer and worker, or that only the trainer or only the
+      worker has
     - `is_aligned`: whether the trainer's model is aligned (see `align`)
-    - `differences`: for each sample, the trainer's log-probs minus the worker's, as a float32 array [tokens of the
-      sample]. A difference of NaN is replaced with infinity. If the worker sent no log-probs for the sample, all
-      elements are infinity
+    - `differences`: for each sample, the trainer's log-probs minus the worker's log-probs, as a float32 array [tokens
+      of the sample]. A difference of NaN is replaced with infinity. If the worker sent no log-probs for the sample, all
+      elements of the sample's array are infinity
     """
 
     num_tokens: int
@@ -132,17 +135,17 @@ def audit(
     - `prompts`: token ids
     - `params`: sampling parameters; by default 4 samples of 32 tokens for each prompt
     - `temperature`: the number by which the trainer divides the logits. By default, the log-probs of an aligned model
-      refer to the distribution of the samples, and the logits of any other model are divided by
+      are computed under the samples' distribution, and the logits of any other model are divided by
       `params.trainer_temperature`
     - `version`: weight version of the trainer's last push; None if the trainer has not pushed
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
-    - `masks`: the `GrammarMasks` of `params`; needed if an aligned model computes the log-probs of samples with a
-      grammar
+    - `masks`: the `GrammarMasks` of `params`; needed if an aligned model computes the log-probs of samples that were
+      generated with a grammar
 
     Raise the client's errors. Raise ConfigError if there are no prompts, if the model's vocabulary is smaller than the
-    worker's vocabulary, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not
-    support, and if `masks` is needed but missing.
+    worker's vocabulary, or if the log-probs have the wrong shape. Raise AlignmentError if the model has adapters that
+    workers do not support, or if `masks` is needed but missing.
     """
     if not len(prompts):
         raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
@@ -193,12 +196,12 @@ def audit_folder(
     params: SamplingParams | None = None,
     with_plain: bool = False,
 ) -> list[Audit]:
-    """Run `audit` on a checkpoint, as a trainer could before its first step.
+    """Run `audit` on a checkpoint, as a trainer could do before its first training step.
 
-    The checkpoint is loaded in the worker's dtype and aligned. `model`: name or folder of the model, as for a worker.
-    `prompts`: by default, three prompts of consecutive low token ids. `with_plain`: also audit the model without
-    alignment, on the same samples. Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded or
-    aligned.
+    The checkpoint is loaded in the worker's dtype, and the loaded model is aligned. `model`: name or folder of the
+    model, as in `launch_worker`. `prompts`: by default, three prompts of consecutive low token ids. `with_plain`: also
+    audit the model without alignment, on the same samples. Raise ConfigError, ModelError or AlignmentError if the model
+    cannot be loaded or aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
     loaded = load_trainer(resolve_model(model), dtype)
@@ -242,8 +245,9 @@ def _computation(
     engine: dict[str, Any],
     masks: Masks | None,
 ) -> tuple[_Computation, list[Cause]]:
-    """Return the function with which the trainer computes log-probs, and a cause if the trainer's distribution differs
-    from the samples' distribution. Arguments: as in `audit`. `engine`: the worker's engine, as `health` describes it.
+    """Return the function with which the trainer computes log-probs. If the trainer's distribution differs from the
+    samples' distribution, also return the cause of the difference. Arguments: as in `audit`. `engine`: the worker's
+    engine, as `health` describes it.
     """
     if log_probs is None and temperature is None and params.logprobs is not None and _is_aligned(model):
         drawn: dict[str, Any] = dict(distribution=params, eos_token_ids=engine["eos_token_ids"], masks=masks)
@@ -278,12 +282,12 @@ def _decoder(model: Any) -> Any:
 
 
 def _checksum(tensor: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> int:
-    """Return the checksum of a tensor as a worker serves it."""
+    """Return the checksum that a worker computes when it serves this tensor."""
     return tensor_checksum(tensor if rounding is None else rounding(tensor.to(dtype)), dtype)
 
 
 def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
-    """Raise ConfigError if the worker's vocabulary is larger than the model's."""
+    """Raise ConfigError if the worker's vocabulary is larger than the model's vocabulary."""
     config = getattr(_decoder(model), "config", None)
     most = engine["vocab_size"] if config is None else config.get_text_config().vocab_size
     if most < engine["vocab_size"]:
@@ -332,7 +336,7 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
 
 
 def _compute(compute: _Computation, samples: list[_Sampled]) -> Iterator[Tensor]:
-    """Yield a float32 CPU tensor for each sample, with the trainer's log-probs of the sample's tokens."""
+    """For each sample, yield a float32 CPU tensor that contains the trainer's log-probs of the sample's tokens."""
     for start in range(0, len(samples), _BATCH):
         part = samples[start : start + _BATCH]
         rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, _, _, sample in part]
@@ -346,8 +350,8 @@ def _compute(compute: _Computation, samples: list[_Sampled]) -> Iterator[Tensor]
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """Return the trainer's log-prob minus the worker's log-prob, for each token of a sample. NaN becomes infinity. If
-    the worker sent no log-probs, all differences are infinity.
+    """For each token of a sample, return the trainer's log-prob minus the worker's log-prob. A difference of NaN is
+    replaced with infinity. If the worker sent no log-probs, all differences are infinity.
     """
     if sample.logprobs is None:
         return torch.full_like(found, torch.inf)
@@ -356,8 +360,8 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
-    """Compare the trainer's model with the worker: alignment, dtype, backend, instruction set, the number of pieces in
-    which sums are computed, and the quantization of weights and of the KV cache. `dtypes`: the dtypes that `_watched`
+    """Compare the trainer's model with the worker: alignment, dtype, backend, instruction set, the number of pieces
+    into which sums are split, and the quantization of weights and of the KV cache. `dtypes`: the dtypes that `_watched`
     collected; used only if the model is not aligned.
     """
     served = Arithmetic(**{name: engine[name] for name in Arithmetic._fields})
@@ -451,11 +455,11 @@ def _compare_version(samples: list[_Sampled], served: int, version: int | None) 
 
 
 def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...], protocol.Checksums]:
-    """Return the names of the tensors that differ, and the worker's checksums.
+    """Return the names of the tensors that differ between trainer and worker. Also return the worker's checksums.
 
-    Before the comparison, the trainer's tensors are converted to the worker's dtype, and adapters are merged into the
-    weights, and rounded as the worker rounds them. The module for multi-token prediction is not compared, because no
-    bit of a sample depends on it.
+    Before the comparison, adapters are merged into the trainer's weights. The trainer's tensors are then converted to
+    the worker's dtype, and rounded as the worker rounds its weights. The module for multi-token prediction is not
+    compared, because no bit of a sample depends on this module.
     """
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)

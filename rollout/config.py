@@ -35,8 +35,9 @@ class WorkerConfig(BaseModel):
     - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and their maximum total size in
       bytes, including the names of their callers. The oldest results are evicted first.
     - `max_unread_bytes`: maximum total size, in bytes, of the replies that clients have not read yet
-    - `max_image_bytes`: maximum size, in bytes, of all preprocessed images in memory. A request waits until there is
-      room for all its images. The images of ended requests are kept while there is room.
+    - `max_image_bytes`: maximum size, in bytes, of all preprocessed images in memory. A request with images waits until
+      this memory has room for all images of the request. After a request has ended, its images stay in memory while
+      there is room.
     - `image_seconds`: if a client that was asked for an image sends nothing for this many seconds, its requests that
       wait for images fail
     - `drain_seconds`: time for running requests to finish when the worker shuts down

@@ -1,11 +1,11 @@
 """Garbage collection in a worker: the pauses do not grow with the number of objects.
 
-Python's collector sometimes traverses all objects that can be part of a cycle. In a worker with 100,000 waiting
+Python's garbage collector sometimes traverses all objects that can be part of a cycle. In a worker with 100,000 waiting
 requests, such a collection takes about a second. During this second, the worker runs no engine step and serves no
-socket. After `bound_pauses`, a collection leaves out all objects that survived an earlier full collection. The first
-full collection after `WHOLE_SECONDS` traverses all objects, and so also frees unused cycles that earlier collections
-left out. Objects outside of cycles are freed at once, as always. A forked child keeps the parent's objects out of its
-collections.
+socket. After a call to `bound_pauses`, a garbage collection leaves out all objects that survived an earlier full
+collection. The first full collection after `WHOLE_SECONDS` traverses all objects, and so also frees unused cycles that
+earlier collections left out. Objects outside of cycles are freed at once, as always. Collections in a forked child
+leave out the parent's objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _last_whole = 0.0
 
 
 def bound_pauses() -> None:
-    """Bound the pauses of the collector in this process, from now on. A second call has no effect."""
+    """Bound the pauses of the garbage collector in this process, from now on. A second call has no effect."""
     global _last_whole
     if _around_collection not in gc.callbacks:
         _last_whole = time.monotonic()

@@ -1,5 +1,5 @@
 """Compute the token masks of a grammar in a trainer. A trainer needs the masks to compute the log-probs of samples that
-were drawn with the grammar.
+were generated with the grammar.
 
 Runs llguidance in this process, without limits on time and memory: use this module only for grammars that you trust.
 """
@@ -20,8 +20,8 @@ from ..engine.request import Distribution
 class GrammarMasks:
     """The masks of `distribution.structured_outputs`, for the argument `masks` of `kernels.training.token_log_probs`.
 
-    `tokenizer`: the model's tokenizer, either a `tokenizers.Tokenizer` or a transformers tokenizer that contains one.
-    `engine`: the worker's `health().engine`.
+    `tokenizer`: the model's tokenizer, either a `tokenizers.Tokenizer`, or a transformers tokenizer that contains a
+    `tokenizers.Tokenizer`. `engine`: the worker's `health().engine`.
 
     Raise AlignmentError if worker and trainer have different versions of llguidance, because the masks may then differ.
     Raise AlignmentError also if the grammar or the tokenizer is not supported.
@@ -45,8 +45,8 @@ class GrammarMasks:
             raise AlignmentError(f"structured_outputs: {error}") from None
 
     def rows(self, sample: np.ndarray, first: int) -> np.ndarray:
-        """Return the masks with which tokens [first, end) of a sample were drawn, as int32 [end - first, ceil(V / 32)].
-        `sample`: all tokens of the sample before `end`.
+        """Return the masks with which the tokens [first, end) of a sample were sampled, as int32 [end - first, ceil(V /
+        32)], where V is the size of the vocabulary. `sample`: all tokens of the sample before `end`.
 
         Raise AlignmentError if the grammar excludes a token of `sample` other than the last token.
         """

@@ -1,4 +1,4 @@
-"""Images for prompts: opened within limits, and preprocessed once by the model's own image processor.
+"""Open images for prompts within limits, and preprocess each image once with the model's own image processor.
 
 If trainer and worker each preprocessed an image, different versions or implementations of the processor could produce
 different values. Therefore each image is preprocessed only once, where it enters trueroll. Trainer and worker both use
@@ -67,12 +67,12 @@ def tower_of(model: str) -> TowerSpec:
     folder = resolve_model(model)
     tower = describe(read_config(folder)).tower
     if tower is None:
-        raise ModelError(f"{folder}: the model has no vision tower; serve a model with one")
+        raise ModelError(f"{folder}: the model has no vision tower; serve a model with a vision tower")
     return tower
 
 
 class ImageProcessor:
-    """The image processor of a model with a vision tower. Raise ModelError if the model has no tower or no image
+    """The image processor of a model with a vision tower. Raise ModelError if the model has no vision tower or no image
     processor, and ConfigError if Pillow is missing.
     """
 
@@ -92,7 +92,7 @@ class ImageProcessor:
             raise ModelError(f"{folder}: the model's image processor cannot be loaded: {said(error)}") from None
 
     def process(self, image: Any, most_pixels: int = MOST_PIXELS) -> ImageInput:
-        """Preprocess a PIL image, or an array uint8 [rows, columns, 3]. The result has start 0.
+        """Preprocess a PIL image, or an array uint8 [rows, columns, 3]. The returned `ImageInput` has start 0.
 
         Raise InvalidRequestError for an image with more pixels than `most_pixels`, and for an image that the processor
         refuses.
@@ -108,8 +108,9 @@ class ImageProcessor:
         return image_of(made, self.tower)
 
     def expand(self, token_ids: Sequence[int], images: Sequence[ImageInput]) -> tuple[np.ndarray, list[ImageInput]]:
-        """Repeat each placeholder in `token_ids`, once for each token of its image, in order. Return the tokens, int32,
-        and the images with their starts. Raise InvalidRequestError unless there is one placeholder for each image.
+        """Replace the placeholder of each image in `token_ids` with one placeholder for each token of the image. Return
+        the tokens, int32, and the images with their starts. Raise InvalidRequestError unless there is one placeholder
+        for each image.
         """
         tokens, placeholder = np.asarray(token_ids, np.int32), self.tower.placeholder
         if (found := int((tokens == placeholder).sum())) != len(images):
@@ -192,7 +193,7 @@ def as_picture(image: Any) -> Any:
 
 def patches_of_whole(pixels: np.ndarray, tower: TowerSpec) -> tuple[int, int, np.ndarray]:
     """Split an image, [channels, height, width], into patches. Return the number of rows of patches, the number of
-    columns, and the patches, [patches, channels, values], block by block.
+    columns of patches, and the patches themselves, [patches, channels, values], block by block.
     """
     size, merge = tower.patch_size, tower.merge
     channels, height, width = pixels.shape
@@ -215,8 +216,8 @@ def _as_levels(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_channel(patches: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each channel, yield the distinct values in ascending order, and, for each value of the channel, its index
-    among the distinct values.
+    """For each channel, yield the distinct values in ascending order, and, for each value of the channel, the index of
+    this value among the distinct values.
     """
     for channel in patches.transpose(1, 0, 2):
         values, places = np.unique(channel, return_inverse=True)

@@ -47,7 +47,7 @@ _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 class PlainTokenizer:
-    """A tokenizer loaded from tokenizer.json, with all methods of transformers' tokenizers that the tools call."""
+    """A tokenizer loaded from tokenizer.json, with those methods of transformers' tokenizers that trueroll calls."""
 
     def __init__(self, folder: Path, backend: Tokenizer, chat_template: str | None) -> None:
         backend.no_truncation()

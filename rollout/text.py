@@ -218,9 +218,9 @@ def decode_marked(
 
 
 def texts_of_marks(decode: Callable[[Sequence[int], bool], str], marks: Mapping[int, str]) -> dict[int, str]:
-    """Return the texts that replace marks in the text in which a worker searches for stop strings. A mark is replaced
-    by the text of its token, which is empty for a special token. The keys are the code points of the marks. `decode`,
-    `marks`: as in `decode_marked`.
+    """Return the texts that replace marks in a worker's search for stop strings. The text of the mark's token replaces
+    the mark; the text of a special token is empty. The keys are the code points of the marks. `decode`, `marks`: as in
+    `decode_marked`.
     """
     return {ord(mark): decode([token_id], True) for token_id, mark in marks.items()}
 
@@ -388,7 +388,7 @@ def model_served_here(health: protocol.Health) -> str:
 
 
 def needs_tokenizer(address: str) -> ConfigError:
-    """Return the error for a missing `--tokenizer` if the worker may run on another machine."""
+    """Return the error for a command without `--tokenizer`, if the worker may run on another machine."""
     return ConfigError(
         f"tokenizer: the worker at {address} may run on another machine; give the model that it serves as --tokenizer "
         "MODEL"

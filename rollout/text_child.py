@@ -113,7 +113,8 @@ class TextChild:
         at: float,
         is_abandoned: IsAbandoned = never,
     ) -> str:
-        """Render a conversation with the chat template, and return its text. Raise as `encode_conversation`.
+        """Render a conversation with the chat template, and return its text. Raise the same errors as
+        `encode_conversation`.
 
         `at`: the time that the template gets as the current time, in seconds since 1970.
         """
@@ -154,7 +155,7 @@ class TextChild:
 def _large_integer(value: Any) -> msgpack.ExtType:
     """Pack an integer of more than 64 bits as an extension type, because MessagePack has no type for these integers.
 
-    Raise TypeError for a value of another type.
+    Raise TypeError if the value is not an integer.
     """
     if not isinstance(value, int):
         raise TypeError(f"a conversation may contain only JSON values (got {type(value).__name__})")

@@ -2,8 +2,9 @@
 
 Owns: the attributes of spans, which follow the semantic conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/). Promises: a span contains no prompt, text, token,
-key, session capability, request id or answer id. A span also contains no error text, because an error text may quote
-such data. opentelemetry is imported only if a tracer or an endpoint is given. Without a tracer, no span is made.
+key, session capability, request id or answer id. A span also contains no error text, because an error text may quote a
+prompt, a key or other private data. opentelemetry is imported only if a tracer or an endpoint is given. Without a
+tracer, no span is made.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ EXPORT_SECONDS = 5.0
 @contextmanager
 def exporting(endpoint: str | None) -> Iterator[Tracer | None]:
     """Yield a tracer that sends its spans to `endpoint`, the URL of an OTLP receiver over HTTP. Yield None if
-    `endpoint` is None. At the end, send the remaining spans, for at most `EXPORT_SECONDS`.
+    `endpoint` is None. When the context ends, send the remaining spans, for at most `EXPORT_SECONDS`.
 
-    The environment variables of OpenTelemetry, such as OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS, apply.
-    Raise ConfigError if the packages are not installed.
+    OpenTelemetry's environment variables apply, such as OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS. Raise
+    ConfigError if the packages of OpenTelemetry are not installed.
     """
     if endpoint is None:
         yield None
@@ -65,7 +66,7 @@ async def traced_replies(
     """Yield the replies to requests for samples, with a span for each request.
 
     `requests`: the messages by position. `replies`: see `AsyncRolloutClient.exchange`. The spans are children of the
-    caller's current span. A span ends with its request.
+    caller's current span. A span ends when its request ends.
     """
     running = {position: _Generation(tracer, model, request) for position, request in requests.items()}
     try:

@@ -58,8 +58,9 @@ class Video:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings of a video processor. Names are as in the model's files, and defaults are as in transformers.
-    `shortest_edge`, `longest_edge`: minimum and maximum number of pixels of all frames together, after resizing.
+    """The settings of a video processor. The fields have the names that the model's files use, and the defaults that
+    transformers uses. `shortest_edge`, `longest_edge`: minimum and maximum number of pixels of all frames together,
+    after resizing.
     """
 
     shortest_edge: int = 2**17
@@ -230,9 +231,9 @@ class VideoProcessor:
         model's settings say. `times`: the time of each frame in seconds; all frames are used. If the number of used
         frames is odd, the last frame is used twice.
 
-        Raise InvalidRequestError for other values, for more than `MOST_FRAMES` frames, and for a frame with more than
-        `MOST_PIXELS` pixels. Raise InvalidRequestError also if all used frames together have more than `most_pixels`
-        pixels before or after resizing. All sizes are checked before pixels are read.
+        Raise InvalidRequestError if an argument has another form, if there are more than `MOST_FRAMES` frames, or if a
+        frame has more than `MOST_PIXELS` pixels. Raise InvalidRequestError also if all used frames together have more
+        than `most_pixels` pixels before or after resizing. All sizes are checked before pixels are read.
         """
         used, moments = self._chosen(frames, fps, times)
         width, height = _common_size(used, most_pixels)
@@ -283,7 +284,7 @@ class VideoProcessor:
         return np.concatenate([*pieces, tokens[done:]]), placed
 
     def _tokens(self, video: Video) -> tuple[np.ndarray, list[int]]:
-        """Return the tokens of a video, and the start of each part among them."""
+        """Return the tokens of a video, and the start of each part in these tokens."""
         begin, end = self._borders
         tokens, starts = list[int](), list[int]()
         for part, time in zip(video.parts, video.times, strict=True):

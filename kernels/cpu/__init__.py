@@ -2,8 +2,8 @@
 C interface.
 
 `library` owns the loaded shared library; `backend` owns the ops and the layout of matrices and layers; `copies` has the
-copies of bytes that pushes need. The whole process uses one instruction set: the best that the machine has, or the one
-that the environment variable TRUEROLL_CPU_ISA names.
+functions that copy bytes for pushes. The whole process uses one instruction set: the best that the machine has, or the
+one that the environment variable TRUEROLL_CPU_ISA names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MOST_HEAD_DIM = 512
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return the reason why these kernels cannot serve a decoder on this device, with this dtype; empty if they can.
+    """Return the reason why these kernels cannot serve a decoder on this device, with this dtype; an empty string if
+    they can.
 
     `spec`: None to check the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
     machine lacks.
@@ -37,8 +38,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return a requirement of the kernels that this decoder, with this dtype, does not meet; empty if it meets all
-    requirements.
+    """Return a requirement of the kernels that this decoder, with this dtype, does not meet; an empty string if it
+    meets all requirements.
     """
     mlps = [layer.mlp for layer in spec.layers]
     for mixer in spec.attentions:

@@ -170,8 +170,9 @@ Stored: TypeAlias = PackedWeight | QuantizedWeight
 class PackedLayers(tuple[Layer, ...]):
     """Layers, with the storage of each tensor and the tensor's offset in that storage. Tensors may share a storage.
     `numbers`: an array of `LayerNumbers` (native/api.h). `width`: the row width of all buffers between a layer's steps,
-    except the last buffer, which receives the result. `starts`: where the row of each buffer would begin in a row of
-    all buffers, in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta net.
+    except the last buffer, which receives the result. `starts`: the offset of each buffer's row, if the rows of all
+    buffers were joined in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta
+    net.
 
     The addresses are computed again when a storage's memory was freed and allocated elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels.
@@ -376,7 +377,7 @@ def _format(weight: Weight | None) -> int:
 
 
 def _place(tensor: Tensor | None) -> tuple[torch.UntypedStorage | None, int]:
-    """Return a tensor's storage and the tensor's byte offset in it."""
+    """Return a tensor's storage and the tensor's byte offset in this storage."""
     if tensor is None:
         return None, 0
     if not tensor.is_contiguous():
@@ -822,7 +823,7 @@ def fold_sections(
 
 
 def _fold(found: Sequence[Tensor], results: FoldedHead, edits: _HeadEdits | None = None) -> FoldedHead:
-    """Store what `fold_sections` returns in `results`, and return them."""
+    """Store what `fold_sections` returns in `results`, and return `results`."""
     sections, *tops = [each.contiguous() for each in found]
     values, ids = tops or (None, None)
     _, entropy, top_ids, top_logprobs = results.statistics or (None,) * 4

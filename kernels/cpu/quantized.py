@@ -2,21 +2,21 @@
 (native/codes.h).
 
 A matrix is padded to whole panels of 16 rows, and to a multiple of 32 columns. A panel is contiguous, so a slice of
-rows that begins at a panel is a slice of the memory. A panel holds, one after the other:
+rows that begins at a panel is one contiguous range of the memory. A panel holds, one after the other:
 
 - for `nvfp4`, the 16 row scales, float32;
 - for each group of columns (`Format.group`; all columns if the format has one scale for each row):
     - the 16 scales of its rows, in the dtype of `Quantized.scales`;
     - for `awq`, the 16 zero points of its rows, one byte each;
-    - the codes. `int8`: 16 bytes for each column; with activations of the kind `int8`, the integers plus 128, 64 bytes
-      for each four columns, with a row's four codes side by side. `e4m3`: 32 bytes for each two columns, with a row's
-      two codes side by side. Codes of 4 bits: 16 bytes for each two columns, with the left column's code in the lower
-      half of a row's byte.
+    - the codes. `int8`: 16 bytes for each column. If activations are quantized to `int8`, the codes are the integers
+      plus 128, and each four columns take 64 bytes, with a row's four codes side by side. `e4m3`: 32 bytes for each two
+      columns, with a row's two codes side by side. Codes of 4 bits: 16 bytes for each two columns, with the left
+      column's code in the lower half of a row's byte.
 
 A row therefore takes 1 byte for each column in formats of the kinds `int8` and `e4m3`, and half a byte in `mxfp4`,
 `nvfp4` and `awq`. In addition, a row takes 4 bytes in formats with one scale for each row, 4 bytes for each 128 columns
 in `fp8`, 1 byte for each 32 columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`, and 3
-bytes for each 128 columns in `awq`. Padding has codes of the number 0 and scales of 1.
+bytes for each 128 columns in `awq`. In the padding, each code stands for the number 0, and each scale is 1.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class QuantizedWeight:
     """A matrix [rows, columns] of codes and scales, with the values of `Quantized.values`, rounded to `dtype`.
 
     `dtype`: the dtype of the tensors that `copy_` receives and of the activations. `unit`: as in `quantize`. `data`:
-    the panels, uint8 [padded rows, bytes of a row]. `first`: the index of the first row in the matrix that `new` made,
-    which has `whole_rows` rows.
+    the panels, uint8 [padded rows, bytes of a row]. `first`: the index of this weight's first row in the whole matrix
+    that `new` made. `whole_rows`: the number of rows of the whole matrix.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class QuantizedWeight:
     def copy_(self, source: Tensor | Quantized | QuantizedWeight) -> None:
         """Store a tensor, which is converted to `dtype` and quantized; or a quantized matrix of this format.
 
-        Raise ValueError for a source of another shape or format; for NaN and infinite elements and scales; and if the
-        rows of a tensor do not consist of whole blocks of rows.
+        Raise ValueError for a source of another shape or format; for an element or a scale that is NaN or infinite; and
+        if the rows of a tensor do not consist of whole blocks of rows.
         """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
@@ -171,7 +171,7 @@ def check_rows(rows: int, dim: int, start: int, length: int) -> None:
 
 
 def _groups(format: Format, columns: int) -> tuple[int, int, int]:
-    """Return the columns of a group, the number of groups in a panel, and the columns of all these groups."""
+    """Return three numbers: the columns in a group, the groups in a panel, and the columns in all groups of a panel."""
     padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
     group = format.group(padded)
     groups = -(-padded // group)
@@ -179,7 +179,7 @@ def _groups(format: Format, columns: int) -> tuple[int, int, int]:
 
 
 def _sizes(format: Format, columns: int) -> tuple[int, int, int]:
-    """Return the bytes of a panel's header, the bytes before the codes of each group, and the bytes of a panel."""
+    """Return three sizes in bytes: a panel's header, the data before the codes of each group, and a whole panel."""
     header = 4 * PANEL_ROWS if format.scale == "e4m3" else 0
     shared = (format.scale_bytes + (format.element == "int4")) * PANEL_ROWS
     padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
@@ -211,8 +211,8 @@ def _codes_of_rows(panels: Tensor, format: Format) -> Tensor:
 
 
 def _panels_first(of_rows: Tensor, groups: int, below: int, fill: int) -> Tensor:
-    """Pad numbers of rows and groups [R, G], and return the bytes of each panel and group, uint8 [panels, groups,
-    bytes].
+    """Pad `of_rows` [R, G], which has a number for each row and group, and return the bytes of each panel and group,
+    uint8 [panels, groups, bytes].
     """
     rows, found = of_rows.shape
     padded = torch.full((rows + below, groups), fill, dtype=torch.float32).to(of_rows.dtype)
@@ -221,5 +221,5 @@ def _panels_first(of_rows: Tensor, groups: int, below: int, fill: int) -> Tensor
 
 
 def _rows_first(of_panels: Tensor) -> Tensor:
-    """Return numbers [panels, groups, 16] as [R, G]."""
+    """Return the numbers [panels, groups, 16] as [R, G], with a number for each row and group."""
     return of_panels.transpose(1, 2).flatten(0, 1).contiguous()

@@ -1,5 +1,5 @@
 """Meetings of ranks in the library: the struct `RankExchange` of native/api.h. A meeting is a barrier: the call returns
-when all ranks have made it.
+when all ranks have made the call.
 """
 
 from __future__ import annotations

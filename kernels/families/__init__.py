@@ -1,9 +1,9 @@
 """The supported families of decoders. Each family converts a config.json to a `DecoderSpec`.
 
 Each module here lists one family, or a few related families, in `FAMILIES`. If published files and transformers use
-different names for an architecture, the module maps the name in files to the name in transformers in `SPELLINGS`.
-Modules are discovered automatically. No other code contains the name of an architecture: worker, aligned trainer,
-random weights and tests read the spec.
+different names for an architecture, `SPELLINGS` of the family's module maps the name in files to the name in
+transformers. Modules are discovered automatically. No other code contains the name of an architecture: worker, aligned
+trainer, random weights and tests read the spec.
 """
 
 from __future__ import annotations

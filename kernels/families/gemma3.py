@@ -1,5 +1,5 @@
-"""Gemma 3: norms before and after both mixer and MLP, per-head norms of q and k, a tanh-GELU gate, and
-scaled embeddings. The factor of the norms before and after mixer and MLP is 1 + w.
+"""Gemma 3: norms before and after both mixer and MLP, per-head norms of q and k, a tanh-GELU gate, and scaled
+embeddings. The norms before and after mixer and MLP multiply by 1 + w.
 
 Five of every six layers have a window and use a second rotation. The larger models have a vision tower; the tokens of
 an image see all tokens of the image.

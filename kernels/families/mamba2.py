@@ -58,8 +58,8 @@ def state_space(settings: Any, **others: Any) -> Mamba2Spec:
 
 
 def expect_state_space(settings: Any, heads: str = "mamba_n_heads", groups: str = "mamba_n_groups") -> None:
-    """Raise ModelError for a state space that is not supported, or with groups that do not fit. `heads`, `groups`: the
-    names that the file uses for the number of heads and for the number of groups.
+    """Raise ModelError if the state space is not supported, or if its number of heads is not a multiple of its number
+    of groups. `heads`, `groups`: the names that the file uses for the number of heads and for the number of groups.
     """
     if settings.mamba_proj_bias:
         raise ModelError("mamba_proj_bias in config.json must be False (got True); serve another model")
@@ -88,7 +88,7 @@ def _expect_expanded(settings: Any) -> None:
 
 def fill_state_space(raw: dict[str, Any], size: int | None = None) -> dict[str, Any]:
     """Return `raw` with numbers in place of sizes and limits that files may omit or write in another form. `size`: the
-    size of all heads; None if `mamba_expand` determines it.
+    total size of all heads; None if `mamba_expand` determines it.
     """
     limit = raw.get("time_step_limit") or (0.0, float("inf"))
     raw["time_step_limit"] = [*map(_number, limit)] if isinstance(limit, list | tuple) else limit

@@ -2,7 +2,7 @@
 
 LongRoPE (Ding et al. 2024) has two sets of factors. transformers uses the long factors for all positions of a sequence
 that is longer than `original_max_position_embeddings`, so the keys of earlier tokens would depend on later tokens. A
-model with two different sets is therefore served with the short factors, and only up to
+model with two different sets of factors is therefore served with the short factors, and only up to
 `original_max_position_embeddings` tokens.
 """
 

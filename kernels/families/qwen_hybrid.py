@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5.
 
-Three of every four layers have a gated delta net. The fourth layer has attention with an output gate, and rotates only
-a part of each head. Norms multiply by 1 + w, except the norm of a delta net's output.
+Three of every four layers have a gated delta net. Every fourth layer has attention with an output gate, and rotates
+only a part of each head. Norms multiply by 1 + w, except the norm of a delta net's output.
 
 Qwen3-Next has experts in some or all layers, and Qwen3.5-MoE has experts in all layers. Each layer with experts has a
 shared expert for all tokens. A Qwen3.5 checkpoint may have a vision tower.

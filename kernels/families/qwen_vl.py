@@ -1,7 +1,8 @@
 """Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE: Qwen2, Qwen3 and Qwen3-MoE with a vision tower.
 
 The tokens of an image have positions with three axes. Qwen2.5-VL gives each axis a range of a head's pairs; Qwen3-VL
-gives pairs to the axes in turn, and adds rows of its tower to the hidden states after the decoder's first layers.
+assigns one pair after the other to the axes in turn, and adds rows of its tower to the hidden states after the
+decoder's first layers.
 """
 
 from __future__ import annotations

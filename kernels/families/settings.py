@@ -137,8 +137,8 @@ def _check_time_step_limit(limit: Any) -> None:
 class Settings(PreTrainedConfig):
     """The settings of config.json that decoders need, with transformers' names.
 
-    The base class fills in `dtype` and `rope_parameters`, also from the keys of older files (`torch_dtype`,
-    `rope_theta`, `rope_scaling`).
+    The base class from transformers fills in `dtype` and `rope_parameters`, also from the keys of older files
+    (`torch_dtype`, `rope_theta`, `rope_scaling`).
     """
 
     vocab_size: int = _size("vocab_size")
@@ -422,7 +422,9 @@ class Settings(PreTrainedConfig):
 
 
 def original_length(parameters: Mapping[str, Any]) -> int:
-    """Return `original_max_position_embeddings` of a rotation. Raise ModelError if it is missing or out of range."""
+    """Return `original_max_position_embeddings` of a rotation. Raise ModelError if the setting is missing or out of
+    range.
+    """
     length, most = parameters.get("original_max_position_embeddings"), _MOST["max_position_embeddings"]
     if type(length) is not int or not 1 <= length <= most:
         raise ModelError(
@@ -474,9 +476,9 @@ def read_settings(
     """Return the `Settings` in `raw`, the content of config.json.
 
     `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
-    checkpoints of the family may have besides those of all families (`stored`). `names`: maps the names of settings to
-    alternative names that the file may use. Raise ModelError for a broken file, for a checkpoint with any other
-    quantization, and for per-layer settings, which no family supports.
+    checkpoints of the family may have in addition to the methods of all families (`stored`). `names`: maps the names of
+    settings to alternative names that the file may use. Raise ModelError for a broken file, for a checkpoint with any
+    other quantization, and for per-layer settings, which no family supports.
     """
     read_stored(raw.get("quantization_config"), quantized)
     raw = _with_own_names(raw, names or {})
@@ -528,9 +530,9 @@ def _broken(error: Exception, names: Mapping[str, str] | None = None) -> ModelEr
 
 
 def _with_own_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return `raw` with additional entries: settings that the file has under an alternative name, under their names in
-    `Settings`. `names`: as in `read_settings`. Raise ModelError if the file has a setting under both names, with
-    different values.
+    """Return `raw` with additional entries: each setting that the file has under an alternative name also gets an entry
+    under its name in `Settings`. `names`: as in `read_settings`. Raise ModelError if the file has a setting under both
+    names, with different values.
     """
     found = {name: own for name, own in names.items() if own in raw and own != name}
     for name, own in found.items():
@@ -541,7 +543,7 @@ def _with_own_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def without_rotation(rotation: RotationSpec) -> RotationSpec:
-    """Return a rotation with the same number of pairs, all with frequency 0, so that q and k stay unchanged."""
+    """Return a rotation with as many pairs as `rotation`, all with frequency 0, so that q and k stay unchanged."""
     return RotationSpec((0.0,) * len(rotation.inv_freq))
 
 

@@ -117,7 +117,8 @@ _SIGLIP_NAMES = {
 def wrapped(
     describe_text: Describe, read_tower: ReadTower, renamed: Mapping[str, str], is_tied: bool = False
 ) -> Describe:
-    """Return the `Describe` function of a model with a vision tower. The settings of its decoder are in `text_config`.
+    """Return the `Describe` function of a model with a vision tower. The settings of the model's decoder are in
+    `text_config`.
 
     `renamed`: as in `DecoderSpec`. `is_tied`: the default of the outer `tie_word_embeddings`, which overrides the same
     setting in `text_config`.
@@ -134,10 +135,10 @@ def wrapped_text(
     text_families: Mapping[str, str], beside: tuple[str, ...], renamed: Mapping[str, str], is_tied: bool = False
 ) -> Describe:
     """Return the `Describe` function of a model with a vision tower that is not served: only the text decoder is
-    served. The settings of its decoder are in `text_config`.
+    served. The settings of the model's decoder are in `text_config`.
 
     `text_families`: maps each `model_type` that `text_config` may have to the architecture of the text model; the first
-    is the default. `beside`, `renamed`: as in `DecoderSpec`. `is_tied`: as for `wrapped`.
+    `model_type` is the default. `beside`, `renamed`: as in `DecoderSpec`. `is_tied`: as for `wrapped`.
     """
 
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:

@@ -2,10 +2,10 @@
 
 In products, the weights are on the M side of every matrix instruction, and the tokens are on the N side. An instruction
 processes 16 columns of K, in ascending order. The size N of an instruction depends on the number of rows, but no bit of
-a result depends on N. The size M is constant on sm_80 and sm_90. On sm_100, M is 64 or 128, depending on the tile, and
-no bit of a result is expected to depend on M. Attention uses one tile shape for any number of rows. The recurrence of a
-delta net also uses one tile shape, and processes tokens one by one. The GPU, not the host, lists the rows of each
-expert. The products of experts follow the same rules as all other products.
+a result depends on N. The size M of an instruction is constant on sm_80 and sm_90. On sm_100, M is 64 or 128, depending
+on the tile, and no bit of a result is expected to depend on M. Attention uses one tile shape for any number of rows.
+The recurrence of a delta net also uses one tile shape, and processes tokens one by one. The GPU, not the host, lists
+the rows of each expert. The products of experts follow the same rules as all other products.
 
 `launch` pins the compiler settings that change bits. `weights` turns tiles of quantized weights into values, with which
 the kernels compute as with plain weights. `products`, `experts`, `attention`, `recurrence`, `rows` and `head` hold the

@@ -115,8 +115,9 @@ def paged_attention(
 
     The kernels support bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head; in latent
     attention, V up to 512 and any number of heads. Scores, softmax and sums are float32. Softmax weights are rounded to
-    the dtype before they multiply values. With `batch.lens`, the computation depends only on tensors on the device. A
-    block table entry may be any block if the entry's tokens lie before the window of every query of the sequence.
+    the dtype before they multiply values. If `batch.lens` is given, the computation depends only on tensors on the
+    device. A block table entry may be any block if the entry's tokens lie before the window of every query of the
+    sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
@@ -164,8 +165,8 @@ def _plan(
 
 
 def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
-    """Compute attention for the sequences that `places` lists. Without `listed`, compute attention for all sequences;
-    query i belongs to sequence i.
+    """Compute attention for the sequences that `places` lists. If `listed` is False, compute attention for all
+    sequences; query i belongs to sequence i.
 
     `places`: the tensors `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound on the sequences' context
     lengths.
@@ -436,10 +437,10 @@ def _partition(
 ):
     """Return the partial softmax of the rows of `_queries` over those keys of a partition that the rows see.
 
-    `sight`: the positions of the rows and the ends of the keys that they see, both [ROWS], and the window.
-    `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
-    before the first visible key or after the last token may belong to another sequence. Where a key may belong to
-    another sequence, the kernel reads the first visible key or the last token instead.
+    `sight`: the positions of the rows and the ends of the keys that they see, both [ROWS], and the window. `seen`: the
+    first key that any row sees, the start and end of the partition, and the sequence's last token. Keys before the
+    first visible key or after the last token may belong to another sequence. If a key may belong to another sequence,
+    the kernel reads the first visible key or the last token instead.
     """
     d = tl.arange(0, SIZE)
     (position, row_end, window), (oldest, start, end, last) = sight, seen

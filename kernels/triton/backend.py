@@ -1,9 +1,9 @@
 """The ops of `contract.Backend` with Triton kernels, for bfloat16 and float16.
 
 Builds the ops from the kernels of this package. The module `launch` describes how kernels keep the contract. A weight
-is a plain tensor, or a `CodedWeight` of a format with plain activations. The tensors of a call are all on one CUDA
-device, or all on the CPU if kernels are interpreted. No op reads a tensor on the host, and no shape depends on a
-tensor's contents. A CUDA graph can therefore capture any op. To capture attention, pass `AttentionBatch.lens`. To
+is a plain tensor, or a `CodedWeight` of a format that does not quantize activations. The tensors of a call are all on
+one CUDA device, or all on the CPU if kernels are interpreted. No op reads a tensor on the host, and no shape depends on
+a tensor's contents. A CUDA graph can therefore capture any op. To capture attention, pass `AttentionBatch.lens`. To
 capture the ops of a delta net, pass one row for each sequence.
 """
 

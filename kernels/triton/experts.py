@@ -12,7 +12,7 @@ rows are in the list. The products with `down` are multiplied by the gates and s
 kernel adds the products of a row in ascending order of expert id. No kernel adds floats atomically.
 
 This module owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's
-experts. It does not own the router's product, the shared expert, or the summation over K (products.py).
+experts. This module does not own the router's product, the shared expert, or the summation over K (products.py).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Lists(NamedTuple):
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [M, K] by the transpose of weight [N, K], and return float32 [M, N]. A float32 weight is multiplied
-    without matrix instructions, which would round it.
+    without matrix instructions, which would round the weight.
     """
     if weight.dtype == x.dtype:
         return lm_head(x, weight)
@@ -120,8 +120,9 @@ def experts(
     shared: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
-    """Apply each row's experts to x [M, H], add the outputs in float32 by ascending expert id, add `shared` [M, H], and
-    return the sum [M, H]. With several `groups`, the sums of the groups are added as a balanced binary tree.
+    """Apply each row's experts to x [M, H], add the outputs in float32 in ascending order of expert id, add `shared`
+    [M, H], and return the sum [M, H]. With several `groups`, the sums of the groups are added as a balanced binary
+    tree.
 
     Rows are processed in parts, so that the products of one part take at most MOST_MADE bytes.
     """
@@ -340,8 +341,8 @@ def _are_in_best_groups(
     KEPT: tl.constexpr,
     GROUP_BEST: tl.constexpr,
 ):
-    """Return a mask of the experts in the KEPT groups with the highest sums of GROUP_BEST ranks. A group has SIZE
-    experts.
+    """Return a mask of the experts in the KEPT groups with the highest sums of their GROUP_BEST highest ranks. A group
+    has SIZE experts.
     """
     group = tl.arange(0, GROUP_SPAN)
     sums = tl.full([GROUP_SPAN], -float("inf"), tl.float32)

@@ -7,7 +7,7 @@ All ops here that return log-probs run the same two kernels, compiled identicall
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
 each section to its highest logit, its sum of exponentials and its best token. The second kernel folds the sections. A
 NaN logit makes the sum NaN. If the sum of a row is NaN, every log-prob of the row is NaN. `token_statistics` reuses the
-folded sums, because a separate kernel with a different number of warps would add in a different order. No op
+folded sums, because a separate kernel with a different number of warps would add numbers in a different order. No op
 copies a value from the GPU to the host.
 """
 
@@ -163,7 +163,9 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
 
 @exact_jit
 def _shape_logits_kernel(logits_ptr, scale, V: tl.constexpr, SECTION: tl.constexpr, SOFT_CAP: tl.constexpr):
-    """One program per section of a row: convert products of the head to logits, in place."""
+    """One program per section of a row: convert the products of hidden states and the head's weight to logits, in
+    place.
+    """
     ids = tl.program_id(1) * SECTION + tl.arange(0, SECTION)
     place, inside = tl.program_id(0).to(tl.int64) * V + ids, ids < V
     logits = tl.load(logits_ptr + place, mask=inside, other=0.0) * scale
@@ -191,9 +193,10 @@ def _reduce_section_kernel(
 ) -> None:
     """One program per section of a row: compute the partial results that `_fold_sections_kernel` folds.
 
-    `peaks`: the highest logit in the section, before or after the temperature, whichever the log-prob is computed from.
-    `totals`: the sum of exp(logit - peak) over the section's logits. `bests`: the highest score in the section; the
-    token with the highest score is chosen. `best_ids`: the lowest id with the highest score. NaN ranks highest.
+    `peaks`: the highest logit in the section, among the logits from which the log-prob is computed: the logits before
+    or after division by the temperature. `totals`: the sum of exp(logit - peak) over the section's logits. `bests`: the
+    highest score in the section; the token with the highest score is chosen. `best_ids`: the lowest id with the highest
+    score. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)
@@ -326,7 +329,7 @@ def _mask_kernel(
     SECTION: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
-    """One program per section of a masked row: set the logits of tokens without their bit to -inf. Reads no logit."""
+    """One program per section of a masked row: set the logits of tokens with mask bit 0 to -inf. Reads no logit."""
     mask, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * SECTION + tl.arange(0, SECTION)
     words = tl.load(masks_ptr + mask * WORDS + ids // BITS, mask=ids < V, other=-1)
     place = tl.load(rows_ptr + mask) * V + ids
@@ -380,7 +383,7 @@ def _weights(
 
 @device_function
 def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Return COUNT random words (uint32) for the ids that begin at 4 * counter. The words equal those of
+    """Return COUNT random words (uint32) for the ids that begin at 4 * counter. The words equal the words of
     `reference.philox`.
     """
     counters = counter + tl.arange(0, COUNT // 4)

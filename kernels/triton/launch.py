@@ -2,9 +2,9 @@
 
 The layout of a tile determines the order in which the tile's sums are added. The compiler chooses layouts by the known
 properties of a kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16
-bytes; each launch checks this. For an argument that is a number, the compiler knows the type but not the value. Any
-value that may influence a layout is a constant of the kernel. `describe_settings` reports the compiler settings that
-the environment can still change.
+bytes, and each launch checks the pointers. For an argument that is a number, the compiler knows the type but not the
+value. Any value that may influence a layout is a constant of the kernel. `describe_settings` reports the compiler
+settings that the environment can still change.
 
 Each form of a kernel (`Launch`) is compiled separately. `recording` lists forms without running kernels. `compile_all`
 compiles forms before their first launch. Triton's disk cache keeps compiled forms for the next process.

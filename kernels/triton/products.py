@@ -15,11 +15,11 @@ part that is +0.0 therefore changes no bit. If a weight has fewer pieces than an
 missing parts are +0.0.
 
 This module owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias,
-residual, activation. It does not own norms, or the epilogue of the products with the weights of q, k and v. Activations
-are copied if `launch` cannot use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A
-weight may be quantized: `weights` turns its codes into values, which then take the place of a plain weight. A weight
-may be a shard, which holds some rows of a whole weight (`contract.mark_rows`). Each element of a product has the same
-bits with the shard as with the whole weight.
+residual, activation. This module does not own norms, or the epilogue of the products with the weights of q, k and v.
+Activations are copied if `launch` cannot use them in place; weights must be contiguous and begin at a multiple of 16
+bytes. A weight may be quantized: `weights` turns its codes into values, which then take the place of a plain weight. A
+weight may be a shard, which holds some rows of a whole weight (`contract.mark_rows`). Each element of a product has the
+same bits with the shard as with the whole weight.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
@@ -30,7 +30,7 @@ with at least 8192 rows have enough tiles to occupy all SMs. Weights with fewer 
 to four pieces, which gives programs to more SMs. No piece of a cut weight has fewer than 768 columns, so a program
 still reads at least 96 KB. Each piece has its own program if this saves more time than it takes to store and fold the
 parts. A program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are
-as large as registers allow. The model counts quantized weights as if they were plain.
+as large as registers allow. The cost model counts quantized weights as if they were plain.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def project_back(
     """Return linear(x, weight, bias) [M, N], plus `residual` [M, N] if it is given. The product is rounded before the
     residual is added, and the sum is rounded again.
 
-    With several `pieces`, K is cut into these pieces instead of those of `k_splits`.
+    With several `pieces`, K is cut into these pieces instead of the pieces of `k_splits`.
     """
     factor = factor_of(weight) if pieces.count == 1 else Factor((weight,), (pieces,), is_tree=True)
     return _linear(x, factor, bias, residual, x.dtype)
@@ -271,7 +271,7 @@ def factor_of(*weights: Matrix) -> Factor:
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """For a product with this many tokens, return the way that is fastest according to the cost model."""
+    """For a product with this many tokens, return the way to multiply that is fastest according to the cost model."""
     return _fastest(tokens, factor.columns, factor.rows, factor.most_pieces, factor.format is not None)
 
 
@@ -526,7 +526,7 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
 
 @device_function
 def _tree_of_parts(parts_ptr, tokens, width, token, column, inside, FIRST: tl.constexpr, PIECES: tl.constexpr):
-    """Like `fold_parts` for the parts [FIRST, FIRST + PIECES), but add them as a balanced binary tree."""
+    """Like `fold_parts` for the parts [FIRST, FIRST + PIECES), but add the parts as a balanced binary tree."""
     if PIECES == 1:
         row = (tl.cast(FIRST, tl.int64) * tokens + token) * width
         total = tl.load(parts_ptr + row + column, mask=inside, other=0.0)

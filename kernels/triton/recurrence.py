@@ -4,14 +4,14 @@ This module defines the assignment of work to programs, and the order of every s
 same arithmetic in the same order for prompts and decodes, so results do not depend on how a prompt is cut into chunks.
 
 - The recurrences: a program takes one sequence, one (value) head and `COLUMNS` columns of the state; columns are
-  independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the
-  next token while it computes the current token. Every program has a tile of the same shape, in one warp, so the layout
-  of the tile fixes the order of a sum over keys (in a state space: over the elements of C). More columns per program
-  would leave most of a GPU idle for a single prompt. Fewer than 8 columns would waste bandwidth, since each access to
-  memory reads at least 8 float32 values.
-- The convolution: a program takes some rows of one sequence and some channels. The program sums each element
-  separately, starting with the oldest token. The program of a sequence's first rows reads the old tail and writes the
-  new tail. No other program reads the old tail.
+  independent of each other. A program of a recurrence holds its columns of the state in registers for all tokens of the
+  sequence, and loads the next token while it computes the current token. Every program has a tile of the same shape, in
+  one warp, so the layout of the tile fixes the order of a sum over keys (in a state space: over the elements of C).
+  More columns per program would leave most of a GPU idle for a single prompt. Fewer than 8 columns would waste
+  bandwidth, since each access to memory reads at least 8 float32 values.
+- The convolution: a program takes some rows of one sequence and some channels. A program of the convolution sums each
+  element separately, starting with the oldest token. The program that convolves a sequence's first rows reads the old
+  tail and writes the new tail. No other program reads the old tail.
 
 Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. If
 every sequence has one row, the kernel computes where each row is, without a tensor of locations, so a CUDA graph can

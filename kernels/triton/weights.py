@@ -1,10 +1,10 @@
 """Tiles of weights in registers. A weight is a plain tensor, or rows of codes and scales (`coded.CodedWeight`).
 
 The value of an element of a quantized weight is the float32 product of its number and its scale, rounded to the dtype
-of the activations. A product with a quantized weight therefore has the bits of the product with a plain weight of these
-values. Once a tile is loaded, the kernels do not distinguish the two kinds of weights. `FORMAT` is the `Format` of a
-weight, or None for a plain weight. Kernels read only the fields of a format, because the key of Triton's cache has the
-fields, but not the code of properties.
+of the activations. A product with a quantized weight therefore has the same bits as the product with a plain weight of
+these values. Once a tile is loaded, the kernels do not distinguish the two kinds of weights. `FORMAT` is the `Format`
+of a weight, or None for a plain weight. Kernels read only the fields of a format, because the key of Triton's cache has
+the fields, but not the code of properties.
 
 The bits of a float code are shifted to the places of a float16. Because the exponent of a code has another bias than
 the exponent of a float16, the shifted number is multiplied by a power of two, which is exact.
@@ -81,9 +81,9 @@ def load_weight(
     """Load columns [k, k + DEPTH) of the rows that begin at `w_row`, as values of `DTYPE`. Columns from `stop` on are
     0.
 
-    `w_tile`: the addresses of the first `DEPTH` elements of each row; of a quantized weight, of the first `DEPTH`
-    bytes. `columns`: the columns of the weight. `k` is a multiple of `UNIT` or of `DEPTH`, and `stop` is a multiple of
-    `UNIT`.
+    `w_tile`: the addresses of the first `DEPTH` elements of each row, or, for a quantized weight, of the first `DEPTH`
+    bytes of each row. `columns`: the columns of the weight. `k` is a multiple of `UNIT` or of `DEPTH`, and `stop` is a
+    multiple of `UNIT`.
     """
     if FORMAT is None:
         step = tl.arange(0, DEPTH)
@@ -117,8 +117,8 @@ def _with_columns_in_order(values):
     """Return a tile of 16-bit values, unchanged.
 
     For sm_80, Triton orders the columns in a matrix instruction by the width of the loaded elements. With codes of 8
-    bits, an instruction would add other columns than with a plain weight. The assembly hides the loads from Triton. On
-    later targets, the order is fixed.
+    bits, an instruction would add other columns than with a plain weight. The inline assembly hides the loads from
+    Triton. On targets later than sm_80, the order of the columns is fixed.
     """
     if is_cuda() and not cuda_capability_geq(9):
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=2)
@@ -146,7 +146,7 @@ def _load_codes(w_row, w_tile, k, stop, FORMAT: tl.constexpr, UNIT: tl.constexpr
 
 @device_function
 def _numbers(codes, FORMAT: tl.constexpr):
-    """Return the numbers that the codes stand for, float32; without the zero points of `int4`."""
+    """Return the numbers that the codes stand for, as float32. The zero points of `int4` are not subtracted."""
     if FORMAT.element == "e4m3":
         return _small_floats(codes, 0x7F, 7, 256.0)
     elif FORMAT.element == "e2m1":
@@ -160,7 +160,8 @@ def _numbers(codes, FORMAT: tl.constexpr):
 @device_function
 def _small_floats(codes, MAGNITUDE: tl.constexpr, SHIFT: tl.constexpr, FACTOR: tl.constexpr):
     """Return the numbers of codes that consist of a sign bit and a magnitude. A shift by `SHIFT` moves the magnitude to
-    the place of a float16 magnitude. `FACTOR`: 2 to the distance of the exponents' biases.
+    the place of a float16 magnitude. `FACTOR`: 2 to the power of the difference between the biases of the two
+    exponents.
     """
     wide = codes.to(tl.int32)
     SIGN: tl.constexpr = 0x8000 // (MAGNITUDE + 1)

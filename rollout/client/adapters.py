@@ -1,6 +1,6 @@
-"""Load a LoRA adapter from a folder, with the same calls as a push to a single worker. The worker reads the folder.
+"""Load a LoRA adapter from a folder, with the same calls that a push to a single worker uses.
 
-Owns the order of the calls. Does not own the connection. The worker reads and checks the folder.
+Owns: the order in which the calls are sent. Does not own: the connection. The worker reads and checks the folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def _within(ask: Ask, call: Any, timeout: float) -> protocol.FromWorker:
 
 
 async def _abort(ask: Ask, push: dict[str, Any]) -> None:
-    """Abort the push. A worker that does not answer drops the push after its own timeout."""
+    """Abort the push. If the worker does not answer, the worker drops the push after its own timeout."""
     try:
         await asyncio.wait_for(ask(protocol.AbortPush(id=protocol.new_id(), **push)), 5.0)
     except (TruerollError, TimeoutError):

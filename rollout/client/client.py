@@ -5,13 +5,13 @@ format of messages (`protocol`). Imports neither torch nor transformers.
 
 Guarantees:
 
-- A call returns when all its requests have ended. By default, the call raises the first error, which names the prompt.
-  With `errors="return"`, the call returns errors instead of raising them.
+- A call returns when all its requests have ended. By default, the call raises the first error; the error text names the
+  failed prompt. With `errors="return"`, the call returns errors instead of raising them.
 - If a call raises an error, is cancelled or is interrupted, or if a stream is closed early, the client abandons the
   unfinished requests. The worker then aborts every abandoned request that no other client waits for.
 - If the worker or its replies are lost, the client does not abort the affected requests. The caller can submit the
   affected requests again.
-- The client acknowledges results, so that the worker can drop them.
+- The client acknowledges results, so that the worker can drop the acknowledged results.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ _PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 class Group:
     """All samples of one prompt, ordered by index.
 
-    `params`: the parameters used by the worker, including the seed. `prompt_token_ids`: int32 [num_prompt_tokens], the
-    tokens used by the worker, with a placeholder for each token of an image. `images`: the images used by the worker. A
-    trainer that uses the same tokens and images gets the same bits.
+    `params`: the sampling parameters that the worker used, including the seed. `prompt_token_ids`: int32
+    [num_prompt_tokens], the prompt tokens that the worker used, with a placeholder for each token of an image.
+    `images`: the images that the worker used. A trainer that uses the same tokens and images as the worker gets the
+    same bits as the worker.
     """
 
     id: str
@@ -115,11 +116,11 @@ class AsyncRolloutClient:
       `zmq.auth.create_certificates` (`.key`, `.key_secret`).
     - `while_connected`: when the connection or this process ends, the worker aborts this client's requests for samples.
       Set `while_connected` if the client does not submit lost requests again.
-    - `read_only`: the arrays of results are read-only and share the memory of the worker's replies. A long reply then
-      takes half the memory.
-    - `image_processor`: the processor for images that are not preprocessed yet. None: the processor in the folder of
-      the worker's model; the folder must be on this machine.
-    - `tracer`: an OpenTelemetry tracer. The client then makes a span for each request for samples.
+    - `read_only`: the arrays of results are read-only and share the memory of the worker's replies. With `read_only`, a
+      long reply takes only half of the memory that it takes without `read_only`.
+    - `image_processor`: the processor for images that are not preprocessed yet. By default, the client uses the
+      processor in the folder of the worker's model; this folder must be on this machine.
+    - `tracer`: an OpenTelemetry tracer. With a tracer, the client makes a span for each request for samples.
     """
 
     _model_name: str | None = None
@@ -188,35 +189,36 @@ class AsyncRolloutClient:
         wait_for_weights: bool = False,
         adapter: str | None = None,
     ) -> list[Group] | list[Group | TruerollError]:
-        """Generate samples for every prompt. Return one Group for each prompt, in order.
+        """Generate samples for every prompt. Return one Group for each prompt, in the order of the prompts.
 
-        - `params`: parameters for all prompts, or a list with one entry per prompt. None: the defaults. If there are
-          several prompts, a single `params` must not have a seed, because all prompts would be sampled with the same
-          random numbers.
+        - `params`: parameters for all prompts, or a list with one entry per prompt. None: the default parameters. If
+          there are several prompts, a single `params` must not have a seed, because all prompts would be sampled with
+          the same random numbers.
         - `media`: for each prompt, a list of its images, which may be empty. None: no prompt has images. Images may be
           PIL images, or arrays, uint8 [rows, columns, 3]. The client preprocesses each image once, as the model's own
           image processor does. The prompt has one placeholder for each image, and the client expands each placeholder
           to the tokens of its image. Images may also be preprocessed `ImageInput` objects, such as those in
-          `Group.images`; the prompt must then be expanded already, like `Group.prompt_token_ids`. The images of a
-          prompt are either all preprocessed or all not. The client sends the pixels of an image only if the worker does
-          not have them.
+          `Group.images`; the prompt must then be expanded already, like `Group.prompt_token_ids`. Either all images of
+          a prompt are preprocessed, or none of them. The client sends the pixels of an image only if the worker does
+          not have these pixels yet.
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt gets its own random
           numbers. For new random numbers in every training step, pass `derive_seed(seed_of_the_run, step)`.
-        - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
-          from the id and the prompt. Requests with equal ids and contents give the same samples from any worker with
-          the same weights, even after a crash of client or worker. If a request is submitted again, either while it is
-          in flight or because its results were lost, the worker does not compute it again.
+        - `request_ids`: one id for each prompt; None generates new ids. If a request has no seed, the worker derives a
+          seed from the request's id and prompt. Requests with equal ids and contents give the same samples from any
+          worker with the same weights, even after a crash of client or worker. If a request is submitted again, either
+          while it is in flight or because its results were lost, the worker does not compute the request again.
         - `errors`: with `return`, the result for a failed prompt is an error instead of a Group, and the other prompts
           finish.
         - `progress`: show a progress bar on a terminal.
-        - `min_weight_version`: minimum weight version at which a request may begin. If the worker has older weights,
-          for example after a restart, the call raises StaleWeightsError. After a request has begun, a push with
-          `allow_older` may still replace the weights with older weights. The version spans of a sample show which
-          weights generated which tokens.
+        - `min_weight_version`: minimum weight version at which a request may begin. If the worker's weights are older
+          than this version, for example after a restart, the call raises StaleWeightsError. After a request has begun,
+          a push with `allow_older` may still replace the weights with older weights. The version spans of a sample show
+          which weights generated which tokens.
         - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings the version
           `min_weight_version` or a later version.
         - `adapter`: the name of a loaded adapter (`load_adapter`, or a push with `adapter`), with which all samples are
-          generated; None: the base weights. `min_weight_version` is then a version of the adapter.
+          generated; None: the base weights. With `adapter`, `min_weight_version` is a version of the adapter, not of
+          the base weights.
         """
         demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand["adapter"] = adapter
@@ -304,15 +306,15 @@ class AsyncRolloutClient:
         wait_for_weights: bool = False,
         adapter: str | None = None,
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Generate samples, and yield (position of the prompt, sample) when a sample finishes. Arguments: see
-        `generate`.
+        """Generate samples. When a sample finishes, yield the tuple (position of the sample's prompt, sample).
+        Arguments: see `generate`.
 
         `deltas`: before the finished sample, also yield (position, SampleDelta) for new tokens as they arrive. The
         concatenated deltas of a sample equal the sample bit for bit. Each delta begins where the previous delta ended,
         or at token 0. If a later delta begins at token 0, the sample was restarted, for example after a lost
         connection. If a sample is restarted, discard its earlier deltas. If the caller reads slowly, unread deltas of a
-        sample are merged into one. If another client already runs the same request, the first delta has all tokens so
-        far.
+        sample are merged into one delta. If another client already runs the same request, the first delta has all
+        tokens generated so far.
 
         `delta_seconds`: minimum time between two messages with deltas for this call, in seconds, from 0 to 60. One
         message may contain deltas of all samples of the call. The worker applies `delta_seconds` only while it streams
@@ -343,18 +345,19 @@ class AsyncRolloutClient:
         wait_for_weights: bool = False,
         adapter: str | None = None,
     ) -> list[SampleOutput]:
-        """Continue unfinished samples. Return one whole sample for each prompt, in order.
+        """Continue unfinished samples. Return one whole sample for each prompt, in the order of the prompts.
 
         - `samples`: one sample for each prompt, from `generate`. A sample is continued if its finish reason is `abort`,
-          or if its finish reason is `length` and it has fewer than `max_tokens` tokens. All other samples are returned
-          unchanged. If `max_tokens` is None, samples with finish reason `length` are continued until the model's
-          context is full.
+          or if its finish reason is `length` and it has fewer than `max_tokens` tokens. Samples that are not continued
+          are returned unchanged. If `max_tokens` is None, samples with finish reason `length` are continued until the
+          model's context is full.
         - `params`: the parameters of the original call, or `Group.params`. `n` and `seed` in `params` are ignored,
           because each sample continues with its own random numbers. `max_tokens` and `min_tokens` include the existing
           tokens of a sample. A stop string may begin in the existing tokens.
         - `media`: the images of the prompts, as in the original call; or the preprocessed images in `Group.images`,
           together with `Group.prompt_token_ids` as prompts.
-        - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
+        - `request_ids`: one id for each sample, including the samples that are returned unchanged. `generate` describes
+          request ids.
         - `min_weight_version`, `wait_for_weights`, `adapter`: see `generate`.
 
         If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. If the weights
@@ -408,19 +411,21 @@ class AsyncRolloutClient:
         wait_for_weights: bool = False,
         adapter: str | None = None,
     ) -> list[ScoreOutput]:
-        """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput per sequence, in order.
+        """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput for each sequence, in the
+        order of the sequences.
 
-        `distribution`: sampling parameters that specify the distribution, in place of `temperature` and filters. If
-        `distribution` is the `SamplingParams` of a sample and `start` is the length of its prompt, the scores have the
-        same bits as the sample's log-probs. `start`: the index of the first token with a log-prob; one index for all
-        sequences, or one for each. The tokens before `start` count as the prompt. `target_token_ids`: for each
-        sequence, integers [num_tokens - start, K]: the ids of K alternative tokens at each position. The log-probs of
-        the alternative tokens are returned as `target_logprobs`. Pad short rows with -1, which gets the log-prob 0.
-        `ScoreOutput.logprobs` is float32 [num_tokens - start], and `target_logprobs` is float32 [num_tokens - start,
-        K]. `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `return_sampling_mask`: also return which
-        tokens the distribution keeps at each position. For a sample with `processed` log-probs, the record has the same
-        bits as the record of the sample. `media`, `min_weight_version`, `wait_for_weights`, `adapter`: see `generate`.
-        Raise RequestAbortedError if a scoring request was aborted. Raise ConfigError if `distribution` is a
+        `distribution`: sampling parameters that specify the distribution; give either `distribution`, or `temperature`,
+        `top_k`, `top_p` and `min_p`. If `distribution` is the `SamplingParams` of a sample and `start` is the length of
+        the sample's prompt, the scores have the same bits as the sample's log-probs. `start`: the index of the first
+        token with a log-prob; either one index for all sequences, or one index for each sequence. The tokens before
+        `start` count as the prompt. `target_token_ids`: for each sequence, integers [num_tokens - start, K]: the ids of
+        K alternative tokens at each position. The log-probs of the alternative tokens are returned as
+        `target_logprobs`. Fill up short rows with the id -1; the log-prob of the id -1 is 0. `ScoreOutput.logprobs` is
+        float32 [num_tokens - start], and `target_logprobs` is float32 [num_tokens - start, K]. `top_logprobs`,
+        `return_routed_experts`: as in `SamplingParams`. `return_sampling_mask`: also return which tokens the
+        distribution keeps at each position. If a sample has `processed` log-probs, the returned sampling mask has the
+        same bits as the sample's own sampling mask. `media`, `min_weight_version`, `wait_for_weights`, `adapter`: see
+        `generate`. Raise RequestAbortedError if a scoring request was aborted. Raise ConfigError if `distribution` is a
         `SamplingParams` with `logprobs=None`.
         """
         values: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -442,9 +447,9 @@ class AsyncRolloutClient:
     ) -> int:
         """Abort requests, or only sample `index` of each request. Return the number of aborted samples.
 
-        For an aborted sample, the call that requested it returns the tokens so far, with the finish reason `abort`.
-        Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. Before
-        UnknownRequestError is raised, all other requests are aborted.
+        For an aborted sample, the call that requested the sample returns the tokens so far, with the finish reason
+        `abort`. Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. Before
+        UnknownRequestError is raised, all other given requests are aborted.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
@@ -489,7 +494,7 @@ class AsyncRolloutClient:
         return await self._ask_status(protocol.Resume(id=protocol.new_id()))
 
     async def drain(self, timeout: float = 600.0) -> protocol.Status:
-        """Finish all requests accepted so far, then pause.
+        """Finish all requests that the worker has accepted so far, then pause generation.
 
         Raise DeadlineError if the requests do not finish within `timeout` seconds. After DeadlineError, the worker
         continues to generate.
@@ -507,9 +512,9 @@ class AsyncRolloutClient:
         """Release the kinds of memory in `tags` until `wake_up` is called.
 
         - `level`: 1 keeps the weights in host memory; 2 drops the weights, so a push must bring new weights.
-        - `in_flight`: what the worker does with running requests. `drain` finishes the requests first, for at most
-          `timeout` seconds. `recompute` keeps the tokens so far and continues the requests after `wake_up`. `abort`
-          ends the requests at once, and their results have the tokens so far.
+        - `in_flight`: what the worker does with running requests. `drain` first finishes the running requests, for at
+          most `timeout` seconds. `recompute` keeps the tokens so far, and continues the running requests after
+          `wake_up`. `abort` ends the running requests at once; the results of these requests have the tokens so far.
         """
         fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
         return await self._ask_status(message_of(protocol.Sleep, id=protocol.new_id(), **fields))
@@ -533,15 +538,17 @@ class AsyncRolloutClient:
         in_flight: SleepInFlight = "recompute",
         timeout: float = 600.0,
     ) -> protocol.Status:
-        """Load a LoRA adapter from a folder in PEFT's format, which the worker reads, and serve it under `name`.
+        """Load a LoRA adapter, and serve it under `name`. The worker reads the adapter from a folder in PEFT's format.
 
-        The worker generates meanwhile. If an adapter with this name is loaded, it is replaced. Raise PushError if the
-        adapter cannot be served; nothing has then changed.
+        The worker keeps generating during the call. An adapter that is already loaded under this name is replaced.
+        Raise PushError if the new adapter cannot be served. A call that raises PushError changes nothing.
 
-        - `version`: version of the adapter; None: the version after the loaded one, beginning with 1.
+        - `version`: version of the adapter; None: the version of the loaded adapter plus 1, or 1 if no adapter with
+          this name is loaded.
         - `in_flight`: what the worker does with running requests of the adapter that is replaced. `recompute` continues
-          these requests with the new adapter; `abort` ends them; `drain` first finishes all requests of the worker.
-        - `timeout`: limit on each step of the call, in seconds.
+          these requests with the new adapter; `abort` ends these requests; `drain` first finishes all requests of the
+          worker.
+        - `timeout`: maximum number of seconds for each step of the call.
         """
         return await load_adapter(self.ask, name, folder, version, in_flight, timeout)
 
@@ -687,9 +694,9 @@ class LoopThread:
     """An event loop on a daemon thread named `name`, for synchronous code.
 
     Guarantees: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
-    on the loop's own thread, because garbage collection may run there and close clients and streams. On the loop's own
-    thread, `end` returns without waiting. In a forked process, `submit` returns a failed future without waiting, and
-    `end` raises TruerollError.
+    on the loop's own thread, because garbage collection may run on this thread and close clients and streams. On the
+    loop's own thread, `end` returns without waiting. In a forked process, `submit` returns a failed future without
+    waiting, and `end` raises TruerollError.
     """
 
     def __init__(self, name: str) -> None:
@@ -715,7 +722,7 @@ class LoopThread:
         return _failed(coroutine, TruerollError("client or fleet: closed; make a new one"))
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]], cancel: bool = False) -> None:
-        """Run `last`, wait for all running coroutines, and end the thread. Idempotent.
+        """Run the coroutine function `last`, wait for all running coroutines, and end the thread. Idempotent.
 
         `cancel`: first cancel the running coroutines, and close unfinished asynchronous generators. Raise TruerollError
         in a forked process.
@@ -875,7 +882,7 @@ class RolloutClient:
         self.close()
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that uses `asynchronous` on this client's thread, and return its result."""
+        """On this client's thread, run a coroutine that uses `asynchronous`. Return the coroutine's result."""
         future = self._thread.submit(coroutine)
         try:
             return future.result()
@@ -892,8 +899,8 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
 
 
 def placed(error: TruerollError, where: str) -> TruerollError:
-    """Return a copy of an error, with `where` before its text. An error that is not about a single request is returned
-    unchanged.
+    """Return a copy of an error, with `where` inserted before the error text. An error that is not about a single
+    request is returned unchanged.
 
     If the error is about the prompt, `where` also replaces the error's `field`.
     """
@@ -928,8 +935,8 @@ def _scored(reply: protocol.Scores, read_only: bool) -> ScoreOutput:
 
 @contextmanager
 def _progress_bar(is_wanted: bool, total: int) -> Iterator[Any]:
-    """Show a progress bar if `is_wanted`. Yield a function that the caller must call for each finished sample, to
-    advance the bar.
+    """Show a progress bar if `is_wanted`. Yield a function that advances the bar. The caller must call the function
+    once for each finished sample.
     """
     if not is_wanted:
         yield lambda: None

@@ -80,7 +80,7 @@ class Received:
         self._is_announced = False
 
     def put(self, delta: Delta) -> bool:
-        """Add a delta. Return True if the delta is the first new delta since the last `take`.
+        """Add a delta. Return True if the delta is the first new delta since the last call to `take`.
 
         Raise ProtocolError if tokens before the delta are missing.
         """
@@ -97,7 +97,7 @@ class Received:
         return self.take()
 
     def take(self) -> SampleDelta | None:
-        """Return a delta with all tokens that were not taken yet; None if there are none."""
+        """Return a delta with all tokens that the caller has not taken yet; None if the caller has taken all tokens."""
         self._is_announced = False
         growth, start = self._growth, self._num_taken
         if growth is None or (growth.num_tokens == start and not self._is_anew):
@@ -119,7 +119,9 @@ Reply: TypeAlias = protocol.FromWorker | TruerollError
 
 
 class Inbox:
-    """A queue of replies, each with the id of its call. Deltas of a sample are merged until the caller takes them."""
+    """A queue of replies, each with the id of its call. Deltas of a sample are merged into one delta until the caller
+    takes this delta.
+    """
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[str, Reply | Received]] = asyncio.Queue()
@@ -139,13 +141,13 @@ class Inbox:
         return self._received.pop((sample.id, sample.index), Received()).finish(sample)
 
     async def get(self) -> tuple[str, Reply | Received]:
-        """Wait for the next reply, and return it with the id of its call. A `Received` means that a sample has new
-        tokens.
+        """Wait for the next reply. Return the id of the reply's call, and the reply. A reply of the type `Received`
+        means that a sample has new tokens.
         """
         return await self._queue.get()
 
     def rest(self) -> Iterator[tuple[str, Reply | Received]]:
-        """Yield the replies that have arrived but were not taken."""
+        """Yield the replies that have arrived but that the caller has not taken."""
         while not self._queue.empty():
             yield self._queue.get_nowait()
 
@@ -239,8 +241,8 @@ class Line:
         )
 
     def _connect(self) -> None:
-        """Make a socket for a single connection. Unsent messages are dropped with the socket, because another process
-        at the address must not get these messages.
+        """Make a socket for a single connection. When the socket is closed, its unsent messages are dropped, because
+        another process at the address must not get these messages.
 
         ZMQ reconnects the socket after `RETRY_MS`. If the event loop is blocked for longer than `RETRY_MS` after a
         disconnect, unsent messages may still reach another process.
@@ -284,7 +286,7 @@ class Line:
         self._listener.heard(frame.buffer)  # without a copy of the frame, which may be long
 
     def _check_worker(self, frame: zmq.Frame) -> None:
-        """Raise ForbiddenError if there are no keys, and the sender of the frame is neither this user nor root."""
+        """If the client has no keys, raise ForbiddenError unless the sender of the frame runs as this user or root."""
         if self._keys is not None:
             return
         uid = int(str(frame.get("Peer-Address")).split(":")[1])
@@ -341,7 +343,7 @@ class Call:
 
     @classmethod
     def of(cls, message: protocol.Call, inbox: Inbox, images: Mapping[bytes, ImageInput]) -> Call:
-        """Return the pending call for a message."""
+        """Make a pending call from a message."""
         replies, has_deltas = protocol.REPLIES[type(message)], getattr(message, "deltas", False)
         return cls(protocol.encode(message), inbox, _caller_of(message), replies, has_deltas, images)
 
@@ -380,7 +382,7 @@ class PendingCalls:
         return id in self._calls
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the ids."""
+        """Iterate over the ids of the pending calls."""
         return iter(self._calls)
 
     def add(self, id: str, call: Call) -> None:
@@ -402,7 +404,7 @@ class PendingCalls:
         return {id for id, call in given_up.items() if call is not None and call.was_sent}
 
     def deliver(self, reply: protocol.FromWorker) -> None:
-        """Pass a reply to its call."""
+        """Pass a reply to the call that the reply answers."""
         if isinstance(reply, protocol.Deltas):
             for delta in reply.samples:
                 self._deliver_delta(delta, reply)
@@ -455,7 +457,9 @@ def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
 
 
 def _is_for(call: Call, reply: protocol.FromWorker) -> bool:
-    """Return whether a reply is for this submission of the request, not for an earlier, abandoned one."""
+    """Return True if a reply is for this submission of the request, and False if the reply is for an earlier, abandoned
+    submission.
+    """
     return _caller_of(reply) in (None, call.caller)
 
 
@@ -477,9 +481,9 @@ The worker disconnects a client that sends much faster than the worker reads.
 class _Window:
     """State for sending messages on a connection.
 
-    `queue`: ids of calls to send. `unconfirmed`: bytes that were sent since the worker last confirmed receipt.
-    `is_open`: True once the worker has answered on this connection. `notices`: messages to send when the same worker
-    answers on the next connection.
+    `queue`: ids of calls to send. `unconfirmed`: number of bytes that were sent since the worker last confirmed
+    receipt. `is_open`: True once the worker has answered on this connection. `notices`: messages to send when the same
+    worker answers on the next connection.
     """
 
     queue: deque[str] = field(default_factory=deque)
@@ -514,7 +518,7 @@ class Connection:
     def call(self, message: protocol.Call, inbox: Inbox, images: Mapping[bytes, ImageInput] = NO_IMAGES) -> None:
         """Send a message, and put each reply into `inbox`, together with the message's id. The last reply is terminal
         or an exception. `images`: the images of the message, by content hash. The images are not sent with the message.
-        If the worker lacks an image, it asks for parts of the image, and each part is then sent.
+        If the worker lacks an image, the worker asks for parts of the image, and each part is then sent.
         """
         if error := self._line.not_at_home() or self._end:
             raise error

@@ -69,7 +69,9 @@ def continuation(position: int, prompt: bytes, sample: SampleOutput, params: Sam
 
 
 def _check_records(field: str, sample: SampleOutput, params: SamplingParams) -> None:
-    """Raise InvalidRequestError unless `params` record the same columns and routed experts as the sample has."""
+    """Raise InvalidRequestError unless `params` request the same columns of log-probs and routed experts that the
+    sample has.
+    """
     if (params.logprobs is None) != (sample.logprobs is None):
         raise InvalidRequestError(
             f"{field}: logprobs = {params.logprobs!r} would give log-probs to only one part of the sample; give the "
@@ -107,7 +109,7 @@ def _check_records(field: str, sample: SampleOutput, params: SamplingParams) -> 
 
 def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
     """Join the two parts of a sample. If the last span of the first part and the first span of the second part have the
-    same weight version, merge them.
+    same weight version, merge both spans.
     """
     return replace(
         first,
@@ -144,10 +146,10 @@ def _moved(spans: Sequence[WeightSpan], count: int) -> list[WeightSpan]:
 
 
 def check_one_version(params: SamplingParams, sample: SampleOutput) -> None:
-    """Raise StaleWeightsError if a sample with `one_version` has tokens of several versions."""
+    """Raise StaleWeightsError if a sample with `one_version` has tokens of several weight versions."""
     versions = sorted({span.version for span in sample.weight_versions})
     if params.one_version and len(versions) > 1:
         raise StaleWeightsError(
             f"one_version: the sample was begun with version {versions[0]} of the weights and continued with version "
-            f"{versions[-1]}; generate it anew, or leave out one_version"
+            f"{versions[-1]}; generate the sample again, or leave out one_version"
         )

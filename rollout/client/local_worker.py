@@ -75,12 +75,12 @@ class WorkerProcess:
         return self._process.poll()
 
     def wait(self) -> int:
-        """Wait until the process ends. Return its exit code."""
+        """Wait until the process ends. Return the exit code of the process."""
         return self._process.wait()
 
     def close(self) -> None:
-        """Let the worker drain and exit. If the worker has not exited by the deadline, kill it. No-op if the worker has
-        ended.
+        """Let the worker drain and exit. If the worker has not exited by the deadline, kill the worker. No-op if the
+        worker has ended.
         """
         self._process.terminate()
         try:
@@ -90,7 +90,7 @@ class WorkerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the worker. Open requests are lost."""
+        """Kill the worker. Unfinished requests are lost."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

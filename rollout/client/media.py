@@ -34,8 +34,8 @@ LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for a worker. `token_ids`: an int32 array, with a placeholder for each token of an image. `images`:
-    sorted by their starts. `refs`: the references to the images.
+    """A prompt for a worker. `token_ids`: an int32 array, with a placeholder for each token of an image. `images`: the
+    images of the prompt, sorted by the positions at which they start. `refs`: the `ImageRef` of each image.
     """
 
     token_ids: bytes
@@ -51,10 +51,10 @@ def contents(prompts: Iterable[Prompt | TruerollError]) -> dict[bytes, ImageInpu
 
 class PromptMaker:
     """Makes the prompts of a client's calls. Preprocesses images with the image processor of the worker's model. The
-    image processor is loaded for the first image.
+    image processor is loaded when the first image must be preprocessed.
 
-    `processor`: the image processor to use; None: the image processor in the folder of the worker's model. `health`:
-    returns the worker's health.
+    `processor`: the image processor to use; None: the image processor in the folder of the worker's model. `health`: a
+    function that returns the worker's health.
     """
 
     def __init__(self, processor: ImageProcessor | None, health: Callable[[], Awaitable[protocol.Health]]) -> None:
@@ -75,13 +75,13 @@ class PromptMaker:
 
         `media`: None, or for each prompt a sequence of its images. The images of a prompt are either all preprocessed
         (`ImageInput`), or all PIL images or arrays, uint8 [rows, columns, 3]. In the prompt, an image that is not
-        preprocessed has one placeholder. An object that occurs several times is preprocessed once. `field`: the name of
-        the argument `prompts`, for error texts.
+        preprocessed has one placeholder. An image object that occurs several times is preprocessed once. `field`: the
+        name of the argument `prompts`, for error texts.
 
-        If a prompt or one of its images is invalid, raise InvalidRequestError if `errors` is `raise`. Otherwise the
-        returned list has the InvalidRequestError in place of the prompt. Raise ConfigError if the worker's model is not
-        on this machine, WorkerFailedError if the worker could not load its model, and ModelError if the model takes no
-        images.
+        If `errors` is `raise`, raise InvalidRequestError for an invalid prompt or image. If `errors` has another value,
+        the returned list has the InvalidRequestError in place of the invalid prompt. Raise ConfigError if the worker's
+        model is not on this machine, WorkerFailedError if the worker could not load its model, and ModelError if the
+        model takes no images.
         """
         given = _listed(prompts, field)
         all_images = [()] * len(given) if media is None else _checked_media(media, len(given), field)
@@ -198,8 +198,9 @@ def _of_raw(
     processor: ImageProcessor,
     processed: dict[int, ImageInput],
 ) -> Prompt:
-    """Preprocess the images of a prompt, and return the expanded prompt. `processed`: the preprocessed images of the
-    call so far, by the `id` of the caller's object. The call keeps the objects alive, so that no `id` is reused.
+    """Preprocess the images of a prompt, and return the expanded prompt. `processed`: the images that this call has
+    already preprocessed, as a map from the `id` of the caller's image object. The call keeps the caller's image objects
+    alive, so that no `id` is reused.
     """
     for j, picture in enumerate(pictures):
         try:
@@ -225,8 +226,8 @@ def _prompt_of(i: int, token_ids: bytes, images: Sequence[ImageInput]) -> Prompt
 
 
 def _check_arrays(image: ImageInput, where: str, field: str) -> None:
-    """Raise InvalidRequestError unless the arrays of a preprocessed image match its size. The worker checks everything
-    that depends on its model.
+    """Raise InvalidRequestError unless the arrays of a preprocessed image match the size of the image. The worker
+    checks everything that depends on the worker's model.
     """
     levels, table = (
         (each.dtype, each.shape) if isinstance(each, np.ndarray) else (None, ()) for each in (image.levels, image.table)

@@ -1,7 +1,7 @@
 """The members of a fleet, for its clients and publishers.
 
 The process that runs the fleet publishes the members through its `Fleet` object, or through a file that is replaced at
-every change. A fixed list of addresses is also supported. Imports neither ray nor zmq.
+every change. Instead of a fleet, a fixed list of worker addresses is also supported. Imports neither ray nor zmq.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Member:
 
     @property
     def told(self) -> str:
-        """The worker's name with the text of `trouble`."""
+        """The worker's name, followed by the text of `trouble`."""
         return f"{self.name}: {self.trouble}"
 
 
@@ -80,8 +80,8 @@ class KeepsPush(Protocol):
     """A supervisor that records pushes, so that the replacement of a lost worker gets the current weights."""
 
     def note_push(self, note: PushNote) -> None:
-        """Record that all workers now serve this push. If all workers are lost at once, the fleet has no other record
-        of the push.
+        """Record that all workers now serve this push. If all workers are lost at once, this record is the fleet's only
+        record of the push.
         """
         ...
 
@@ -215,8 +215,8 @@ class MembersFile:
 
 
 def version_file(path: Path) -> Path:
-    """Return the path of the push note, which records the last push and lies beside the fleet's file `path`. Trainers
-    in other processes write the push note.
+    """Return the path of the push note, a file that records the last push. The push note is in the same folder as the
+    fleet's file `path`. Trainers in other processes write the push note.
     """
     return path.with_name(f"{path.name}.version")
 

@@ -74,7 +74,7 @@ def continue_requests(
     ids: Sequence[str] | None,
     demand: dict[str, Any],
 ) -> dict[int, protocol.Generate]:
-    """Return a message for each sample that must be continued. The keys are the positions of the samples. `demand`:
+    """Return a map from the position of each sample that must be continued to the message for this sample. `demand`:
     `min_weight_version`, `wait_for_weights`.
     """
     _check_count("samples", "one for each of", len(samples), len(prompts))
@@ -101,9 +101,9 @@ def score_requests(
     targets: Sequence[Any] | None,
     fields: dict[str, Any],
 ) -> dict[int, protocol.GetScores]:
-    """Return a message for each sequence. The keys are the positions of the sequences. `start`: the index of the first
-    token with a log-prob; one for all sequences, or one for each. `targets`: the target_token_ids of each sequence, or
-    None. `fields`: the other fields of each message.
+    """Return a map from the position of each sequence to the message for this sequence. `start`: the index of the first
+    token with a log-prob; either one index for all sequences, or one index for each sequence. `targets`: the
+    target_token_ids of each sequence, or None. `fields`: the other fields of each message.
     """
     fields = dict(caller=protocol.new_id(), **fields)
     starts = list(start) if isinstance(start, Sequence | np.ndarray) else [start] * len(sequences)

@@ -62,8 +62,8 @@ class Ask:
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """Return the arguments of `abort` calls, as pairs (request id, sample index). The calls end the samples
-        `indices` on the worker. `n`: number of samples in the request. Index None aborts the whole request.
+        """Return the arguments of the `abort` calls that end the samples `indices` on the worker, as pairs (request id,
+        sample index). `n`: number of samples in the request. A pair with the index None aborts the whole request.
         """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]

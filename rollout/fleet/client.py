@@ -59,13 +59,13 @@ class AsyncFleetClient(AsyncRolloutClient):
     - `max_staleness`: maximum difference between the weight versions that generated the tokens of a group. A worker
       gets no requests if its weights are more than `max_staleness` versions older than the newest weights. If a push
       makes a group exceed `max_staleness`, the client restarts the group. If `stream` has already yielded a part of the
-      group, `stream` raises StaleWeightsError instead.
+      group, the client does not restart the group, and `stream` raises StaleWeightsError.
     - `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set, dtype or version
       of torch. With mixed kinds, the bits of a sample depend on its worker. Without `mixed_kinds`, calls raise
-      ConfigError if workers differ.
+      ConfigError if the fleet has workers of different kinds.
     - `straggler_seconds`: minimum duration of a straggler, a slow request that is also sent to a second worker. A
       request is a straggler if it takes longer than `straggler_seconds` and, relative to its size, more than three
-      times as long as the slowest recent request. None disables second workers.
+      times as long as the slowest recent request. None: no request is sent to a second worker.
     - `patience`: maximum number of seconds to wait for a worker that can take a request. After `patience` seconds, the
       call raises WorkerLostError.
     - `while_connected`, `read_only`, `image_processor`, `tracer`: see `AsyncRolloutClient`
@@ -147,7 +147,9 @@ class AsyncFleetClient(AsyncRolloutClient):
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """See `AsyncRolloutClient.abort`. If a request belongs to another client, all workers are asked to abort it."""
+        """See `AsyncRolloutClient.abort`. If a request belongs to another client, all workers are asked to abort the
+        request.
+        """
         await self._pool.start()
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
@@ -171,9 +173,9 @@ class AsyncFleetClient(AsyncRolloutClient):
     async def health(self) -> FleetHealth:
         """Return the combined health of the workers that answer.
 
-        Counts are summed. `state`: the state of the least ready worker. `weight_version`: the oldest version.
-        `instance`: a text with the number of workers. `troubles`: the names and errors of joining workers that could
-        not get the weights.
+        Counts are summed over all workers. `state`: the state of the least ready worker. `weight_version`: the oldest
+        weight version of all workers. `instance`: a text with the number of workers. `troubles`: the names and errors
+        of joining workers that could not get the weights.
         """
         healths = list((await self.healths()).values())
         return all_healths(healths, [link.member.told for link in self._pool.links if link.member.trouble])
@@ -183,11 +185,11 @@ class AsyncFleetClient(AsyncRolloutClient):
         return all_stats(list((await self.all_stats()).values()))
 
     async def healths(self) -> dict[str, protocol.Health]:
-        """Return the health of each worker by name. Workers that do not answer are left out."""
+        """Return a map from worker names to health reports. Workers that do not answer are left out."""
         return await self._ask_each(lambda link: link.client.health())
 
     async def all_stats(self) -> dict[str, protocol.Stats]:
-        """Return the lifetime counters of each worker by name. Workers that do not answer are left out."""
+        """Return a map from worker names to lifetime counters. Workers that do not answer are left out."""
         return await self._ask_each(lambda link: link.client.stats())
 
     async def load_adapter(
@@ -230,7 +232,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send a lifecycle call to all current members. Return the state of the least ready worker and the oldest
-        weight version of all workers. Raise the first error that does not mean that a worker is lost.
+        weight version of all workers. Raise the first error of a worker that is neither lost nor exiting.
         """
         await self._pool.start()
         self._pool.follow()
@@ -250,9 +252,9 @@ class AsyncFleetClient(AsyncRolloutClient):
         await self._pool.close()
 
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
-        """Call each worker. Return the replies by worker name, and leave out workers that do not answer. `are_serving`:
-        call only serving workers. Raise WorkerLostError if no worker answers. Raise the first error of a worker that is
-        neither lost nor exiting.
+        """Call each worker. Return a map from worker names to replies, without the workers that do not answer.
+        `are_serving`: if True, call only serving workers. Raise WorkerLostError if no worker answers. Raise the first
+        error of a worker that is neither lost nor exiting.
         """
         await self._pool.start()
         found: dict[str, T] = {}

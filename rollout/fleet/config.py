@@ -1,4 +1,6 @@
-"""The arguments of `Fleet`, and the TOML file from which `trueroll fleet` reads them. Does not import ray."""
+"""The arguments of `Fleet`, and the TOML file from which `trueroll fleet` reads these arguments. Does not import
+ray.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +94,8 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the arguments of `Fleet` from a TOML file, and check them. Raise ConfigError if the file or a setting is
-    invalid.
+    """Read the arguments of `Fleet` from a TOML file, and check the arguments. Raise ConfigError if the file or a
+    setting is invalid.
     """
     try:
         with open_regular(path) as file:

@@ -19,8 +19,8 @@ _FEWEST_PACES = 4
 
 
 class Dispatch:
-    """Choose among the eligible workers. `version`: the newest weight version of the eligible workers; None if there
-    are no workers.
+    """Chooses a worker among the eligible workers. `version`: the newest weight version of the eligible workers; None
+    if there are no workers.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Dispatch:
 
     @property
     def looks(self) -> dict[str, int]:
-        """A map from the key of each eligible worker to its number of health checks."""
+        """A map from the key of each eligible worker to the number of health checks of this worker."""
         return {key: link.num_looks for key, link in self._open.items()}
 
     @property
@@ -78,6 +78,6 @@ class Dispatch:
         await self._changed.wait()
 
     def wake(self) -> None:
-        """Wake all requests that wait for a worker, so that they try again."""
+        """Wake all requests that wait for a worker, so that these requests look for a worker again."""
         self._changed.set()
         self._changed = asyncio.Event()

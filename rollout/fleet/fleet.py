@@ -39,7 +39,7 @@ from .totals import all_healths
 
 class Fleet:
     """A fleet of workers that serve `model` on a Ray cluster. The constructor starts `num_workers` workers and returns
-    when all of them serve. A context manager. Pass the fleet to `FleetClient` and `WeightPublisher.connect_fleet`.
+    when all workers serve. A context manager. Pass the fleet to `FleetClient` and `WeightPublisher.connect_fleet`.
 
     `settings`: the settings of `launch_worker`, which apply to each worker, and the following settings of the fleet.
     `FleetConfig` has the default and the range of each setting. Workers on other machines need `curve_secret_key_file`
@@ -52,15 +52,16 @@ class Fleet:
     - `cpus`, `gpus`, `resources`: the resources that Ray reserves for each worker
     - `file`: file with the current members, for clients in other processes
     - `weights_folder`: a folder that all machines share; by default a folder on this machine. Joining workers read
-      their weights from this folder. If trainers push with the transport `disk`, let them push to this folder. With
-      other transports, a serving worker writes its weights to this folder when another worker joins.
+      their weights from `weights_folder`. If trainers push with the transport `disk`, let the trainers push to
+      `weights_folder`. With other transports, a serving worker writes its weights to `weights_folder` when another
+      worker joins.
     - `server_public_key`, `client_key`: keys for workers with named clients. The client with the key `client_key` needs
       the role `control`.
     - `startup_timeout`: maximum number of seconds from the start of a worker until it is ready
     - `hang_seconds`: a worker is replaced if its engine has work but makes no progress for this many seconds
     - `drain_timeout`: maximum number of seconds for a leaving worker to finish its requests
     - `metrics_port`: port on 127.0.0.1 for `/healthz` and `/metrics`. The metrics cover all workers, but do not include
-      the histograms of durations. Port 0 takes any free port; None disables the metrics.
+      the histograms of durations. Port 0 means any free port; None disables the metrics.
 
     Raise ConfigError if a setting is unknown or invalid. Raise ConfigError or ModelError if a worker cannot run with
     the settings. Raise WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed while
@@ -129,8 +130,9 @@ class Fleet:
             raise TruerollError("fleet: the fleet is closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
-        """Return a pair of process ids for each running worker, by the worker's name. The first process id is the id of
-        the Ray actor, and the second is the id of the worker. The actor and the worker run on the same machine.
+        """Return a map from the name of each running worker to a pair of process ids. The first process id is the id of
+        the Ray actor, and the second process id is the id of the worker. The actor and the worker run on the same
+        machine.
         """
         return {slot.name: worker.pids for slot in self._slots if (worker := slot.worker) is not None}
 
@@ -153,7 +155,7 @@ class Fleet:
         return all_healths(found, [member.told for member in self.members() if member.trouble])
 
     def reports(self) -> dict[str, WorkerReport]:
-        """Return the last report of each worker by name. Workers that are being replaced are included."""
+        """Return a map from worker names to the workers' last reports. Workers that are being replaced are included."""
         return {slot.name: slot.report for slot in self._slots}
 
     def close(self) -> None:

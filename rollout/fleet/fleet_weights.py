@@ -44,7 +44,7 @@ class FleetWeights:
 
     def read_note(self) -> None:
         """Read the push note that a trainer in another process wrote beside the fleet's file. If the push is new,
-        record it.
+        record the push.
         """
         noted = None if self._file is None else noted_push(self._file)
         if noted is not None and noted != self._noted_in_file:

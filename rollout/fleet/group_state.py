@@ -8,11 +8,12 @@ Guarantees:
 - Each sample is delivered once, and its tokens do not depend on the worker.
 - The request gets exactly one terminal reply.
 - If a worker is lost before any sample was delivered, the whole request is sent again, with the same id, to another
-  worker. Otherwise another worker gets a separate request for each missing sample.
+  worker. If a worker is lost after a sample was delivered, another worker gets a separate request for each missing
+  sample.
 - If a worker exits in the middle of a sample, another worker continues the sample.
 - The weight versions of all tokens differ by at most `max_staleness`. If a push would make the versions differ by more
-  than `max_staleness`, the request is restarted. If the caller has already received a part of the request, the request
-  fails instead.
+  than `max_staleness`, the request is restarted. If the caller has already received a part of the request's samples,
+  the request fails instead of being restarted.
 - Replies to an `Ask` that is no longer needed are ignored.
 """
 
@@ -38,7 +39,7 @@ class GroupState:
     the request has ended. `setbacks`: the workers that were lost while they ran the request, and the workers that
     refused the request.
 
-    The caller must deliver the replies that methods return, in order.
+    Methods return replies, which the caller must deliver in the returned order.
     """
 
     def __init__(self, request: Request, *, may_repeat: bool, max_staleness: int) -> None:
@@ -56,8 +57,9 @@ class GroupState:
         return self.n - len(self._samples.delivered.keys() | self._to_end)
 
     def ask(self) -> Ask:
-        """Return the `Ask` for the next worker. The `Ask` is for the whole request if no sample was delivered, aborted
-        or kept in part. Otherwise the `Ask` is for the samples that are neither delivered nor aborted.
+        """Return the `Ask` for the next worker. The `Ask` is for the whole request if no sample was delivered or
+        aborted, and no partial sample was kept. In all other cases, the `Ask` is for the samples that are neither
+        delivered nor aborted.
         """
         done, parts = self._samples.delivered.keys() | self._to_end, self._samples.parts
         if isinstance(self.request, protocol.Generate) and (done or parts):

@@ -3,7 +3,7 @@ worker.
 
 Owns: the weights that a worker writes for a hand-over, until the hand-over ends. The weights for hand-overs are in the
 subfolder `joins` of a folder that all workers can reach. Guarantees: even if the folder has weights of an earlier run,
-no worker gets them, because pushes have unique ids.
+no worker gets these old weights, because pushes have unique ids.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Holders: TypeAlias = tuple[Worker, ...]
 
 
 class HolderIndex:
-    """The index. `capacity`: maximum number of prefixes. The `capacity // 2` most recently used prefixes are always
-    kept.
+    """The index from prompt prefixes to their holders. `capacity`: maximum number of prefixes. The `capacity // 2` most
+    recently used prefixes are always kept.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,9 +45,9 @@ class HolderIndex:
     def add(self, prompt: Sequence[int], holders: list[Holders], known: int, worker: Worker, num_workers: int) -> None:
         """Record that a worker gets a prompt.
 
-        `prompt`: hashes of all prefixes of the prompt. `holders`: the result of `find`. `known`: number of prefixes
-        that the worker already holds. `num_workers`: size of the fleet. All prefixes of a prompt are recorded together,
-        so a prefix is never forgotten before a longer prefix of the same prompt.
+        `prompt`: hashes of all prefixes of the prompt. `holders`: the result of `find`. `known`: number of the prompt's
+        prefixes that the worker already holds. `num_workers`: size of the fleet. All prefixes of a prompt are recorded
+        together, so a prefix is never forgotten before a longer prefix of the same prompt.
         """
         room = self.capacity // 2 - len(self._newer)
         if len(prompt) > room and sum(beginning not in self._newer for beginning in prompt) > room:

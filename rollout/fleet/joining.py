@@ -43,9 +43,10 @@ log = logging.getLogger(__name__)
 class _Failures:
     """The failed hand-overs since the last reset.
 
-    `num_refusals`: number of refused attempts. `num_passing`: number of hand-overs that failed for a transient cause.
-    `are_final`: True if the fleet must not try again, even if the peer's state changes. `pause`: seconds to wait after
-    the next failure. `due`: time of the next attempt, in monotonic seconds.
+    `num_refusals`: number of refused attempts, which are hand-overs that failed for a cause that is not transient.
+    `num_passing`: number of hand-overs that failed for a transient cause. `are_final`: True if the fleet must not try
+    again, even if the peer's state changes. `pause`: seconds to wait after the next failure. `due`: time of the next
+    attempt, in monotonic seconds.
     """
 
     num_refusals: int = 0
@@ -69,11 +70,11 @@ class _Failures:
 
 
 class Joining:
-    """The attempts to give the fleet's weights to the worker `name`, or to a worker that replaces it.
+    """The attempts to give the fleet's weights to the worker `name`, or to a replacement of this worker.
 
     `num_failures`: number of failed hand-overs to the worker and its replacements. `trouble`: error text of the last
-    hand-over; empty if it succeeded. `error`: the error with which the fleet gave up; None while the fleet keeps
-    trying.
+    hand-over; empty if the last hand-over succeeded. `error`: the error after which the fleet stopped trying; None
+    while the fleet keeps trying.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,7 +92,8 @@ class Joining:
 
     async def attempt(self, target: object, state: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
         """Try to hand over the weights if an attempt is due. Return `done` if the worker has the weights. Return
-        `waiting` if no copy of the weights is left and the worker must wait for a push. Otherwise return `failed`.
+        `waiting` if no copy of the weights is left and the worker must wait for a push. In all other cases, return
+        `failed`.
 
         `target`: identifies the weights and the peer; a new target resets all counts of failures. `state`: state of the
         peer; a new state resets the count of transient failures, but not the count of refused attempts.

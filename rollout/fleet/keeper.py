@@ -44,8 +44,8 @@ class Keeper:
         self._hang_seconds = config.hang_seconds
 
     async def keep(self, slot: Slot) -> None:
-        """Keep a worker in this slot, and replace the worker whenever it is lost, until the slot is removed from the
-        fleet.
+        """Keep a worker running in this slot until the slot is removed from the fleet. Replace the worker whenever the
+        worker is lost.
         """
         pause = FIRST_PAUSE
         while True:
@@ -71,7 +71,7 @@ class Keeper:
             await worker.end(at_once)
 
     async def look(self, worker: RunningWorker) -> protocol.Health:
-        """Check the health of a worker, and record the weights that it serves."""
+        """Check the health of a worker, and record the weights that the worker serves."""
         self._weights.read_note()
         if self._slots.is_stale:
             self._slots.publish()
@@ -81,7 +81,7 @@ class Keeper:
         return health
 
     async def _serve(self, slot: Slot) -> None:
-        """Start a worker and let it serve. Raise TruerollError when the worker ends."""
+        """Start a worker and let the worker serve. Raise TruerollError when the worker ends."""
         slot.num_starts += 1
         worker = slot.worker = await self._launcher.launch(slot.name)
         health = await self.look(worker)
@@ -102,7 +102,7 @@ class Keeper:
 
     def _note(self, slot: Slot, error: Exception, seconds: float) -> None:
         """Log why a worker ended. `seconds`: how long the worker ran. If the first worker of a slot failed, and a
-        replacement would also fail, store the error for `scale` to raise.
+        replacement would also fail, store the error, so that `scale` raises the error.
         """
         is_first = slot.num_starts == 1 and slot.member is None
         if isinstance(error, TruerollError):
@@ -129,8 +129,8 @@ class Keeper:
                 self._slots.stand(slot, "joining")
 
     async def _join(self, slot: Slot, worker: RunningWorker) -> None:
-        """Give a worker the weights of the other workers, then let it serve. If no copy of the weights is left, wait
-        for a push.
+        """Give a worker the weights of the other workers, then let the worker serve. If no copy of the weights is left,
+        wait for a push.
 
         The worker is first marked as serving, and then its weights are compared with the weights of the peer. A push
         that ends after the worker was marked as serving includes the worker. The comparison of weights detects a push

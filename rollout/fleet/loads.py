@@ -1,7 +1,7 @@
 """The load and the measured speed of each worker of a fleet.
 
-Owns: the list of workers, the load and speed of each worker, and the sums over all workers. Does not own: the choice of
-a worker for a group (`Placement`).
+Owns: the list of workers, the load and speed of each worker, and the sums of the loads and speeds of all workers. Does
+not own: the choice of a worker for a group (`Placement`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Worker:
 
 
 class Rows:
-    """All current workers as arrays. `load`, `speed`: sums over all workers. `pressure`: float64 [num_workers]."""
+    """All current workers as arrays. `load`, `speed`: the sums of the loads and speeds of all workers. `pressure`:
+    float64 [num_workers].
+    """
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = list(workers)
@@ -73,7 +75,9 @@ class Rows:
         return np.multiply(self._scores, _FACTOR, out=self._scores)
 
     def idlest(self, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure among the workers not in `avoid`; None if all are in `avoid`."""
+        """Among the workers that are not in `avoid`, return the worker with the least pressure. Return None if all
+        workers are in `avoid`.
+        """
         places = self.pressure.argsort(kind="stable") if avoid else [self.pressure.argmin()]
         return next((worker for place in places if (worker := self.workers[place]).name not in avoid), None)
 
@@ -106,7 +110,7 @@ class Loads:
         return gone
 
     def gather(self) -> Rows:
-        """Return the `Rows` of all workers, which are rebuilt if workers were added or removed since the last call."""
+        """Return the `Rows` of all workers. Rebuild the `Rows` if workers were added or removed since the last call."""
         if self._is_stale:
             self.rows, self._is_stale = Rows(self.workers.values()), False
         return self.rows

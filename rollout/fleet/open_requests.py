@@ -20,8 +20,8 @@ WATCH_SECONDS = 0.25
 
 class OpenRequests:
     """The requests in flight. `straggler_seconds`: a request is also sent to a second worker if it takes longer than
-    `straggler_seconds` and much longer than other requests. None disables second workers. `num_asked_twice`: number of
-    requests that were sent to a second worker.
+    `straggler_seconds` and much longer than other requests. None: no request is sent to a second worker.
+    `num_asked_twice`: number of requests that were sent to a second worker.
     """
 
     def __init__(self, straggler_seconds: float | None) -> None:
@@ -32,11 +32,11 @@ class OpenRequests:
 
     @property
     def ids(self) -> list[str]:
-        """The ids in use."""
+        """The ids of the requests in flight."""
         return list(self._requests)
 
     def get(self, id: str) -> FleetRequest | None:
-        """Return the request with this id; None if it is not in flight."""
+        """Return the request with this id; None if no request with this id is in flight."""
         return self._requests.get(id)
 
     def check(self, ids: Collection[str]) -> None:
@@ -54,7 +54,7 @@ class OpenRequests:
         return asyncio.create_task(request.run())
 
     def end(self, ids: Collection[str]) -> None:
-        """Forget these requests."""
+        """Forget the given requests."""
         for id in ids:
             self._requests.pop(id, None)
 

@@ -11,17 +11,18 @@ holder of the longest known prefix of the prompt. So prompts with a common prefi
 find their prefix in the worker's cache.
 
 If no prefix of the prompt is known, workers are ranked for the prompt by rendezvous hashing (Thaler, Ravishankar 1998).
-The less loaded of the two highest-ranked workers gets the group. So independent clients choose between the same two
-workers for a prompt. When a worker joins or leaves, the ranks of the other workers relative to each other do not
-change. If more than half of the workers hold a prefix, the prefix is treated as unknown, because such a prefix favors
-no particular worker.
+The less loaded of the two highest-ranked workers gets the group. So for the same prompt, independent clients choose
+between the same two workers. When a worker joins or leaves, the ranks of the other workers relative to each other do
+not change. If more than half of the workers hold a prefix, the prefix is treated as unknown, because such a prefix
+favors no particular worker.
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets a group only if
 all workers that are not full must be avoided. If all holders of the longest known prefix are full, holders of shorter
-prefixes are tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as the load
-of these prompts needs. If a prefix has several holders, only a few holders are compared. The least loaded of the
-compared holders gets the group (the power of two choices: Mitzenmacher 2001).
+prefixes are tried. If all holders are full, workers are tried in the order of their ranks. So the prompts that share a
+popular prefix are spread over as many workers as the load of these prompts requires. If a prefix has several holders,
+only a few holders are compared. The least loaded of the compared holders gets the group (the power of two choices:
+Mitzenmacher 2001).
 
 Guarantees:
 
@@ -73,13 +74,13 @@ _ENDS = _piece_ends()
 def beginnings(
     prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
 ) -> list[int]:
-    """Return a 64-bit hash of each prefix of a prompt, the shortest prefix first. Only prefixes that consist of whole
-    pieces are hashed.
+    """Return a 64-bit hash of each prefix of a prompt, the shortest prefix first. A prompt is split into pieces, and
+    only prefixes that consist of whole pieces are hashed.
 
-    The first 16 pieces have `PIECE` tokens each. After every 16 pieces, the piece size doubles, so that even long
-    prompts have few pieces. For a prompt shorter than one piece, the whole prompt is the only prefix.
-    `prompt_token_ids`: int32 [prompt_len]. Prompts with different salts have no common prefix. Two pieces are equal
-    only if the content of `spans` within these pieces is also equal.
+    The first 16 pieces of a prompt have `PIECE` tokens each. After every 16 pieces, the piece size doubles, so that
+    even long prompts have few pieces. For a prompt shorter than one piece, the whole prompt is the only prefix.
+    `prompt_token_ids`: int32 [prompt_len]. Prompts with different cache salts have no common prefix. Two pieces are
+    equal only if the content of `spans` within these pieces is also equal.
     """
     content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
@@ -95,7 +96,7 @@ def beginnings(
 
 @dataclass(eq=False, slots=True)
 class Placed:
-    """A group that is in flight on a worker, until `finish` or `withdraw` is called."""
+    """A group that was placed on a worker. The group is in flight until `finish` or `withdraw` is called."""
 
     _worker: Worker
     cost: float
@@ -111,7 +112,7 @@ class Placement:
 
     - `capacity`: maximum number of known prefixes; must be 2 or more. The `capacity // 2` most recently used prefixes
       are always kept. A good `capacity` is the number of pieces that fit into the caches of all workers.
-    - `free_load`: a worker with less load than this is never full, even if the other workers are idle. A good
+    - `free_load`: a worker with less load than `free_load` is never full, even if the other workers are idle. A good
       `free_load` is the load that a worker can compute in parallel.
 
     Times are in seconds of any monotonic clock.
@@ -178,9 +179,9 @@ class Placement:
     def _holding(
         self, holders: list[Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[Worker | None, int]:
-        """Among the workers that are not full, find a holder of the longest prefix. Return the worker and the number of
-        the prompt's prefixes that the worker holds, or (None, 0) if none of these workers holds a prefix. Skip a prefix
-        if more than half of the workers hold it.
+        """Among the workers that are not full, find a holder of the longest prefix of the prompt. Return the holder and
+        the number of the prompt's prefixes that the holder has. Return (None, 0) if no holder is found. Skip a prefix
+        if more than half of the workers hold the prefix.
         """
         start, looked_at = _next(prompt, holders), 0
         for known in range(len(holders), 0, -1):

@@ -40,7 +40,7 @@ class LocalAccess:
 
     `temp_dir`: value of `_temp_dir` for `ray.init`, a subfolder of the private folder. Ray changes the mode of the
     subfolder to 0777. `token_file`: file with the token of the cluster. `address`: address of the cluster; None until
-    it runs.
+    the cluster runs.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ def is_loopback(ip: str) -> bool:
 
 def asks_for_token(address: str) -> bool:
     """Return whether the cluster at `address` requires a token. The check runs in a child process, which tries to
-    connect without a token. `auto` means the cluster that Ray finds. Raise ConfigError if it is unclear whether a token
-    is required, for example because no cluster runs.
+    connect without a token. If `address` is `auto`, the check connects to the cluster that Ray finds. Raise ConfigError
+    if it is unclear whether a token is required, for example because no cluster runs.
     """
     where = [] if address == "auto" else ["--address", address]
     environment = {name: value for name, value in os.environ.items() if name not in _TOKEN_VARIABLES}

@@ -36,13 +36,13 @@ _RAYLET = "RAY_RAYLET_PID"
 
 @contextmanager
 def _outliving_its_raylet() -> Iterator[None]:
-    """Context manager in which to import Ray, so that Ray does not end this process when a raylet ends.
+    """Context manager. If Ray is imported inside the context, Ray does not end this process when a raylet ends.
 
     On import, Ray reads the id of a process from the environment variable `RAY_RAYLET_PID`. When the process with this
-    id ends, Ray ends the importing process. In Ray's own worker processes, `RAY_RAYLET_PID` is the id of the raylet. If
-    `RAY_RAYLET_PID` is unset and the parent is process 1, Ray treats the importing process as an orphan, and ends the
-    process together with the process's raylet. Without `RAY_RAYLET_PID`, Ray would treat a fleet as an orphan if a
-    service manager started the fleet. So `RAY_RAYLET_PID` is set to the id of this process.
+    id ends, Ray ends the process that imported Ray. In Ray's own worker processes, `RAY_RAYLET_PID` is the id of the
+    raylet. If `RAY_RAYLET_PID` is unset and the parent is process 1, Ray treats the importing process as an orphan, and
+    ends the process together with the process's raylet. Without `RAY_RAYLET_PID`, Ray would treat a fleet as an orphan
+    if a service manager started the fleet. So `RAY_RAYLET_PID` is set to the id of this process.
     """
     if _RAYLET in os.environ:
         yield
@@ -217,7 +217,9 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end a local cluster. Keep a connection that other code in this process opened."""
+        """Leave the cluster, or end a local cluster. If other code in this process opened the connection, keep the
+        connection open.
+        """
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -290,7 +292,7 @@ def _end(processes: Collection[psutil.Process]) -> None:
 
 
 class WorkerActor:
-    """An actor, which runs one worker process. Ray chooses the machine."""
+    """A Ray actor that runs one worker process. Ray chooses the machine."""
 
     def __init__(self, cluster: Cluster, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:
         options = dict(num_cpus=cpus, num_gpus=gpus, resources=dict(resources), max_concurrency=3, max_restarts=0)
@@ -299,8 +301,8 @@ class WorkerActor:
         self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
-        """Wait until the cluster has room, start the worker, and return its address. Without keys, the address is an
-        ipc address at `socket`. If the worker cannot run, raise the worker's error. If the actor dies, raise
+        """Wait until the cluster has room, start the worker, and return the worker's address. Without keys, the address
+        is an ipc address at `socket`. If the worker cannot run, raise the worker's error. If the actor dies, raise
         WorkerLostError.
         """
         here = _BOOT_ID.read_text(), str(socket)
@@ -321,7 +323,7 @@ class WorkerActor:
         return await self._ask("pids")
 
     async def stop(self, seconds: float) -> None:
-        """End the worker within `seconds`, and then the actor."""
+        """End the worker within `seconds`, then end the actor."""
         with suppress(TruerollError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ask("stop")
@@ -347,7 +349,7 @@ class WorkerActor:
 
 
 class _Runner:
-    """The class of the actor. Ray runs calls to the actor's methods on separate threads."""
+    """The class of the Ray actor. Ray runs calls to the actor's methods on separate threads."""
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
@@ -376,9 +378,9 @@ class _Runner:
 
 
 def _with_address(worker: dict[str, Any], socket: str | None) -> dict[str, Any]:
-    """Return a worker's settings, with an address that clients can reach. With keys, the address has the IP of this
-    machine. Without keys, the address is an ipc address at `socket`. `socket`: path of the socket file; None if the
-    fleet's process runs on another machine. Raise ConfigError if there are neither keys nor a socket.
+    """Return a worker's settings, with an address that clients can reach. If the settings have keys, the address has
+    the IP of this machine. Without keys, the address is an ipc address at `socket`. `socket`: path of the socket file;
+    None if the fleet's process runs on another machine. Raise ConfigError if there are neither keys nor a socket.
     """
     if worker.get("curve_secret_key_file") is not None:
         return worker | {"address": f"tcp://{reachable_ip(ray.util.get_node_ip_address())}:*"}

@@ -1,4 +1,4 @@
-"""One request of a fleet's client, and the attempts to run the request on one or more workers.
+"""A request of a fleet's client, and the attempts to run this request on one or more workers.
 
 Owns: the tasks that send the request to workers, and the wait for an eligible worker. `patience` limits the wait. Does
 not own: the samples that have arrived and the content of the next `Ask` (`GroupState`), or the workers (`WorkerPool`).
@@ -190,7 +190,9 @@ class FleetRequest:
         self._attempts[asyncio.create_task(self._exchange(attempt))] = attempt
 
     async def _exchange(self, attempt: _Attempt) -> None:
-        """Send the messages of an `Ask`, and handle replies until all have arrived or no more replies are needed."""
+        """Send the messages of an `Ask`. Handle the replies, until all replies have arrived or no more replies are
+        needed.
+        """
         messages = {-1 if index is None else index: message for index, message in attempt.ask.messages.items()}
         sent = attempt.link.client.exchange(messages, None, "return", images=self._images)
         async with aclosing(sent) as replies:

@@ -33,7 +33,7 @@ class RunningWorker:
 
     `socket`: socket file of the worker; a killed worker leaves the file behind. `pids`: process ids of the actor and of
     the worker. `member`: the worker's entry in the list of members; None before the first answer. `health`, `stats`:
-    last reports; None before the first report.
+    the worker's last reports; None before the first report.
     """
 
     def __init__(self, actor: WorkerActor, socket: Path, client: AsyncRolloutClient, pids: tuple[int, int]) -> None:
@@ -51,7 +51,7 @@ class RunningWorker:
         return self.member is not None and self.member.standing == "serving"
 
     async def look(self) -> protocol.Health:
-        """Check the worker's health. Return the report."""
+        """Check the worker's health. Return the health report."""
         self.health = await self.client.health()
         return self.health
 
@@ -72,7 +72,7 @@ class RunningWorker:
         return await self._actor.ended()
 
     async def end(self, at_once: bool) -> None:
-        """End the worker. `at_once`: kill the worker instead of letting it drain and exit."""
+        """End the worker. `at_once`: kill the worker instead of letting the worker drain and exit."""
         with suppress(TruerollError):
             await self.client.close()
         if at_once:
@@ -83,7 +83,9 @@ class RunningWorker:
 
 
 class Launcher:
-    """Starts workers on `cluster`. `settings`: settings of each worker and engine. `folder`: folder for sockets."""
+    """Starts workers on `cluster`. `settings`: settings of each worker and engine. `folder`: folder for the workers'
+    sockets.
+    """
 
     def __init__(self, cluster: Cluster, config: FleetConfig, settings: Mapping[str, Any], folder: Path) -> None:
         self._cluster = cluster
@@ -92,7 +94,7 @@ class Launcher:
         self._folder = folder
 
     async def launch(self, name: str) -> RunningWorker:
-        """Start a worker on any machine with room. Raise the worker's error if the worker cannot run."""
+        """Start a worker on any machine that has room for it. Raise the worker's error if the worker cannot run."""
         from .ray_cluster import WorkerActor
 
         config = self._config

@@ -44,8 +44,8 @@ class Samples:
         self._shown: dict[int, tuple[Ask | None, int]] = {}
 
     def accept(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None) -> bool:
-        """Record the weight versions of a sample and of `prior`, the tokens from an earlier worker. If any two recorded
-        versions would differ by more than `max_staleness`, record nothing and return False.
+        """Record the weight versions of a sample and of `prior`, the sample's tokens that an earlier worker generated.
+        If any two recorded versions would differ by more than `max_staleness`, record nothing and return False.
         """
         versions = [version for version, _, _ in spans] + [*(self._versions or ())]
         versions += [span.version for span in prior.weight_versions] if prior else []
@@ -114,7 +114,7 @@ class Samples:
 
     @property
     def finish_reasons(self) -> dict[FinishReason, int]:
-        """Number of delivered samples by finish reason."""
+        """A map from finish reasons to numbers of delivered samples."""
         return dict(Counter(self.delivered.values()))
 
     def _show_whole(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:

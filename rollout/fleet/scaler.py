@@ -62,7 +62,9 @@ class Scaler:
             await asyncio.sleep(0.05)
 
     async def watch_cluster(self) -> None:
-        """Check the cluster until cancelled. If the cluster is lost, connect again and replace all workers."""
+        """Check the cluster repeatedly, until this coroutine is cancelled. If the cluster is lost, connect again and
+        replace all workers.
+        """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if await asyncio.to_thread(self._cluster.is_alive):

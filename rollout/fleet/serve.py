@@ -12,8 +12,8 @@ from .fleet import Fleet
 
 def serve(settings: dict[str, Any], on_ready: Callable[[str], None]) -> None:
     """Run a fleet until SIGTERM or SIGINT. Call this function in the main thread. `settings`: the arguments of `Fleet`.
-    `on_ready`: called when the workers serve, with a line of text that says how to reach the workers. Raise the same
-    errors as `Fleet`, and KeyboardInterrupt once a SIGINT has ended the fleet.
+    `on_ready`: a function that is called when the workers serve. Its argument is a line of text that says how to reach
+    the workers. Raise the same errors as `Fleet`, and KeyboardInterrupt once a SIGINT has ended the fleet.
     """
     ended, received = threading.Event(), set()
 

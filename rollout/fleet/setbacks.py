@@ -21,7 +21,7 @@ because the request may be the cause.
 class _Refusal:
     """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal. The
     refusal counts only until the next health check. Two successive health checks may report the same state although the
-    worker refused the request between them, because the worker may have been full only briefly.
+    worker refused the request between the two checks, because the worker may have been full only briefly.
     """
 
     error: TruerollError
@@ -32,7 +32,8 @@ class Setbacks:
     """The workers that were lost while they ran one request, and the workers that refused the request. `num_losses`:
     number of workers that were lost while they ran the request.
 
-    The argument `looks` of the methods maps the key of each eligible worker to its number of health checks.
+    The argument `looks` of the methods maps the key of each eligible worker to the number of health checks of this
+    worker.
     """
 
     def __init__(self) -> None:

@@ -125,7 +125,9 @@ class Slots:
         self.publish()
 
     def stand(self, slot: Slot, standing: Standing) -> None:
-        """Set the `standing` of the worker in a slot, and publish it together with the error of the last hand-over."""
+        """Set the `standing` of the worker in a slot. Publish the `standing` together with the error of the last
+        hand-over.
+        """
         if slot.worker is not None and slot.worker.member is not None:
             slot.worker.member = replace(slot.worker.member, standing=standing, trouble=slot.joining.trouble)
             self.publish()

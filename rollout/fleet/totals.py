@@ -25,9 +25,9 @@ class FleetHealth(protocol.Health):
 
 
 def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()) -> FleetHealth:
-    """Combine the health of one or more workers. Counts are summed. The result has the state of the least ready worker,
-    the oldest weight version, the adapters that all workers serve, the smallest value of each limit, and the field
-    `engine` of the first worker.
+    """Combine the health of one or more workers. Counts are summed over all workers. The result has the state of the
+    least ready worker, the oldest weight version, the adapters that all workers serve, the smallest value of each
+    limit, and the field `engine` of the first worker.
     """
     worst = max(healths, key=lambda health: _LEAST_READY_LAST.index(health.state))
     versions = [health.weight_version for health in healths if health.weight_version is not None]
@@ -76,8 +76,9 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _merged(values: Sequence[Any]) -> Any:
-    """Merge values. Numbers are added, including numbers in nested maps and lists. `bytes` values are int64 arrays,
-    which are added element by element. For values of other types, the result is the first worker's value.
+    """Merge the values of several workers. Numbers are added, including numbers in nested maps and lists. `bytes`
+    values are int64 arrays, which are added element by element. For values of other types, the result is the first
+    worker's value.
     """
     first = values[0]
     if isinstance(first, Mapping):

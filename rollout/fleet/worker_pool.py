@@ -102,10 +102,10 @@ class WorkerPool:
     async def place(
         self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
-        """Choose a worker with `Dispatch.place`. If no worker is eligible, wait for one. Raise WorkerLostError if no
-        worker becomes eligible by `deadline`, a time in monotonic seconds. `avoid`: function that returns the keys of
-        workers that must not be chosen now. `patience`: length of the whole wait in seconds, which the error text
-        states.
+        """Choose a worker with `Dispatch.place`. If no worker is eligible, wait until a worker becomes eligible. Raise
+        WorkerLostError if no worker becomes eligible by `deadline`, a time in monotonic seconds. `avoid`: function that
+        returns the keys of workers that must not be chosen now. `patience`: length of the whole wait in seconds, which
+        the error text states.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):

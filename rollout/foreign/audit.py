@@ -1,4 +1,5 @@
-"""`trueroll audit MODEL URL`: how far an engine behind an HTTP server is from a trainer, token by token, and why.
+"""`trueroll audit MODEL URL`: compare the log-probs of an engine behind an HTTP server with a trainer's log-probs,
+token by token, and find the causes of the differences.
 
 The same requests are sent under five conditions. First, each request runs alone and misses the prefix cache; second,
 the first condition is repeated; third, each request runs alone and hits the cache; fourth, the requests run together
@@ -48,8 +49,8 @@ _TOLD: dict[DistributionName, str] = {
 
 @dataclass(frozen=True)
 class Distance:
-    """Differences between a trainer's log-probs and the engine's. `values`: trainer - engine for each sample, float32
-    [tokens]; NaN is replaced with infinity.
+    """Differences between a trainer's log-probs and the engine's log-probs. `values`: for each sample, the trainer's
+    log-probs minus the engine's log-probs, float32 [tokens]; NaN is replaced with infinity.
     """
 
     values: tuple[np.ndarray, ...] = field(repr=False)
@@ -65,9 +66,9 @@ class Distance:
 
 @dataclass(frozen=True)
 class Condition:
-    """The requests under one condition. `num_cached`: number of prompt tokens that came from the prefix cache; None if
-    the engine does not report it. `change`: how the greedy samples differ from the greedy samples under the condition
-    `MISS`.
+    """The requests that were sent under one condition. `num_cached`: number of prompt tokens that came from the prefix
+    cache; None if the engine does not report this number. `change`: how the greedy samples differ from the greedy
+    samples under the condition `MISS`.
     """
 
     name: str
@@ -82,8 +83,8 @@ class EngineAudit:
     """The result of `audit_engine`.
 
     `server`: the engine and its model. `dtype`: the dtype in which the trainer computed the log-probs for `conditions`.
-    `dtype` is the engine's dtype if the differences reveal it, otherwise the checkpoint's dtype. `distribution`: the
-    distribution to which the engine's log-probs refer.
+    If the differences reveal the engine's dtype, `dtype` is the engine's dtype, otherwise the checkpoint's dtype.
+    `distribution`: the distribution under which the engine computes log-probs.
     """
 
     server: str
@@ -109,13 +110,14 @@ def audit_engine(
     max_tokens: int = MAX_TOKENS,
     api_key: str | None = None,
 ) -> EngineAudit:
-    """Compare the engine behind `url` with the checkpoint `model`, as a trainer loads it on this machine.
+    """Compare the engine behind `url` with the checkpoint `model`. The checkpoint is loaded on this machine, as a
+    trainer loads a checkpoint.
 
     `prompts`: by default, prompts of consecutive low token ids of the lengths `PROMPT_LENGTHS`. `api_key`: the key that
-    the server needs, if any. Raise ConfigError for an unsupported URL or server, if the engine ignores cache salts and
-    so hits the cache where it should miss it, and if the engine samples a token that the checkpoint's vocabulary lacks.
-    Raise UnavailableError or ProtocolError if the server does not answer as documented. Raise ModelError or
-    AlignmentError if the checkpoint cannot be loaded or aligned.
+    the server needs, if any. Raise ConfigError if the URL or the server is not supported, if the engine ignores cache
+    salts (a request that must miss the cache then hits the cache), or if the engine samples a token that the
+    checkpoint's vocabulary lacks. Raise UnavailableError or ProtocolError if the server does not answer as documented.
+    Raise ModelError or AlignmentError if the checkpoint cannot be loaded or aligned.
     """
     engine, trainer = find_engine(Wire(url, api_key)), Trainer(model)
     asks = _asks(prompts or _prompts(engine, trainer, max_tokens), max_tokens)
@@ -131,13 +133,18 @@ def audit_engine(
 def _prompts(engine: Engine, trainer: Trainer, max_tokens: int) -> list[list[int]]:
     longest = min(engine.max_model_len or trainer.max_len, trainer.max_len) - max_tokens
     if longest < 1:
-        raise ConfigError(f"the engine's longest sequence is too short for {max_tokens} new tokens; serve a longer one")
+        raise ConfigError(
+            f"the engine's maximum sequence length is too small for {max_tokens} new tokens; serve the model with a "
+            "larger maximum"
+        )
     lengths = [min(length, longest) for length in PROMPT_LENGTHS]
     return [[(start + i) % trainer.vocab_size for i in range(length)] for start, length in enumerate(lengths, 3)]
 
 
 def _asks(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Ask]:
-    """Return a greedy request and a request at `TEMPERATURE` for each prompt, without salts."""
+    """For each prompt, return a greedy request and a request with the temperature `TEMPERATURE`. The requests have no
+    salts.
+    """
     kinds = (0.0, -1), (TEMPERATURE, TOP_K)
     return [
         Ask(tuple(prompt), max_tokens, temperature, top_k, "") for prompt in prompts for temperature, top_k in kinds
@@ -182,7 +189,7 @@ def _salted(asks: Sequence[Ask]) -> list[Ask]:
 
 
 def _other(asks: Sequence[Ask], number: int, vocab_size: int) -> Ask:
-    """Return a request with a random prompt. Its prompt has the same length as the prompt of one of `asks`."""
+    """Return a request with a random prompt. The random prompt has the same length as the prompt of one of `asks`."""
     chance, like = random.Random(number), asks[number % len(asks)]
     prompt = tuple(chance.randrange(vocab_size) for _ in like.prompt)
     return Ask(prompt, like.max_tokens, 1.0, -1, "")
@@ -216,8 +223,8 @@ def _compare(server: str, trainer: Trainer, asks: Sequence[Ask], found: Mapping[
 def _judge(
     told: Mapping[Sampled, np.ndarray], plain: Mapping[str, Mapping[DistributionName, Sequence[np.ndarray]]]
 ) -> Verdict:
-    """Judge the engine's log-probs `told`. `plain`: the log-probs that the trainer computes for the same samples in
-    each dtype.
+    """Find the dtype and the distribution of the engine's log-probs `told`. `plain`: the log-probs that the trainer
+    computes for the same samples in each dtype.
     """
     by_dtype: dict[str, dict[DistributionName, np.ndarray]] = {
         dtype: {name: np.concatenate(rows) for name, rows in by_name.items()} for dtype, by_name in plain.items()

@@ -1,11 +1,11 @@
-"""The likely causes of differences between an engine and a trainer, from measurements alone.
+"""Infer the likely causes of the differences between an engine and a trainer from measurements alone.
 
 An engine does not report its dtype, so the dtype is inferred from the size of the differences. Rounding to bfloat16,
-float16 or float32 changes log-probs by typical amounts. To find these amounts, the trainer computes the same checkpoint
-in all three dtypes. For each token, the engine's difference from the exact log-prob is divided by the trainer's
-difference from the exact log-prob. This is necessary because rounding changes the log-probs of some tokens much more
-than the log-probs of other tokens. The geometric mean of these ratios has a known spread: the logarithm of the ratio of
-two independent normal errors has the standard deviation pi/2.
+float16 or float32 changes log-probs by typical amounts. To find the typical amounts, the trainer computes the same
+checkpoint in all three dtypes. For each token, the engine's difference from the exact log-prob is divided by the
+trainer's difference from the exact log-prob. The division is necessary because rounding changes the log-probs of some
+tokens much more than the log-probs of other tokens. The geometric mean of the ratios of all tokens has a known spread:
+the logarithm of the ratio of two independent normal errors has the standard deviation pi/2.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The conclusions from the sizes of the differences.
+    """The conclusions from the sizes of the differences between engine and trainer.
 
     `dtype`: the dtype in which the engine computes; None if the engine has other weights than the checkpoint.
-    `distribution`: the distribution of the engine's log-probs. `is_clear`: whether every other distribution fits
-    clearly worse. `distance`: the median difference between the engine's log-probs and a float32 trainer's log-probs.
-    `ratio`: the ratio to a trainer that computes in `dtype`; in bfloat16 if `dtype` is None.
+    `distribution`: the distribution under which the engine computes log-probs. `is_clear`: whether every other
+    distribution fits clearly worse. `distance`: the median difference between the engine's log-probs and a float32
+    trainer's log-probs. `ratio`: the `Ratio` of the engine to a trainer that computes in `dtype`, or in bfloat16 if
+    `dtype` is None.
     """
 
     dtype: str | None
@@ -120,8 +121,8 @@ def judge(
 
     `told`: the engine's log-probs of all tokens under the conditions in which each request runs alone and misses the
     cache, float32 [tokens]. `is_greedy`: bool [tokens], whether each token belongs to a greedy sample. The log-prob of
-    such a token is the same under every distribution. `by_dtype`: the trainer's log-probs of the same tokens, float32
-    [tokens], in bfloat16, float16 and float32.
+    a token of a greedy sample is the same under every distribution. `by_dtype`: the trainer's log-probs of the same
+    tokens, float32 [tokens], in bfloat16, float16 and float32.
 
     Raise ConfigError if every token of a non-greedy sample has a probability near 1, because such tokens show no
     difference.
@@ -152,8 +153,8 @@ def _median(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _ratio(engine: np.ndarray, trainer: np.ndarray, exact: np.ndarray) -> Ratio:
-    """Return the ratio of |engine - exact| to |trainer - exact|. Both differences count as at least the rounding step
-    of the exact value. Tokens that the trainer's filters exclude are left out.
+    """Return the ratio of |engine - exact| to |trainer - exact|. A difference that is smaller than the rounding step of
+    the exact value counts as one rounding step. Tokens that the trainer's filters exclude are left out.
     """
     is_kept = np.isfinite(exact) & np.isfinite(trainer)
     exact = exact[is_kept]
@@ -215,7 +216,7 @@ def _of_conditions(changes: Mapping[str, Change]) -> list[Cause]:
     of requests that run alone and miss the cache, under three conditions: `again` (the requests are repeated), `cache`
     (the requests hit the cache) and `batch` (the requests run together with other requests).
 
-    If even the repeated requests have different bits, the other differences prove nothing.
+    If even the repeated requests have different bits, the differences under the other conditions prove nothing.
     """
     if changes["again"]:
         text = (

@@ -1,7 +1,8 @@
 """Clients of the engines that an audit supports, one class for each wire format.
 
-The formats are those of vLLM's OpenAI server (`/v1/completions`, with vLLM's fields `return_tokens_as_token_ids` and
-`cache_salt`) and of SGLang's native API (`/generate`, with `extra_key` as the salt of the prefix cache).
+The supported formats are the format of vLLM's OpenAI server (`/v1/completions`, with vLLM's fields
+`return_tokens_as_token_ids` and `cache_salt`) and the format of SGLang's native API (`/generate`, with `extra_key` as
+the salt of the prefix cache).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Ask:
     """One request. `temperature` 0 is greedy; `top_k` -1 is off. `salt`: only requests with the same salt share cached
-    prefixes, so a new salt makes a cache miss.
+    prefixes, so a new salt causes a cache miss.
     """
 
     prompt: tuple[int, ...]
@@ -43,7 +44,7 @@ class Ask:
 @dataclass(frozen=True)
 class Drawn:
     """An engine's sample: token ids and their log-probs (float32). `num_cached`: the number of prompt tokens that the
-    engine found in its prefix cache; None if the engine does not report it.
+    engine found in its prefix cache; None if the engine does not report this number.
     """
 
     token_ids: tuple[int, ...]
@@ -54,8 +55,8 @@ class Drawn:
 class Engine(Protocol):
     """An engine behind a server.
 
-    `kind`: the engine's name. `model`: the name of the served model. `max_model_len`: the longest sequence, in tokens;
-    None if the server does not report it.
+    `kind`: the engine's name. `model`: the name of the served model. `max_model_len`: maximum length of a sequence, in
+    tokens; None if the server does not report this length.
     """
 
     kind: str
@@ -63,14 +64,15 @@ class Engine(Protocol):
     max_model_len: int | None
 
     def sample(self, ask: Ask) -> Drawn:
-        """Send a request and return its sample. Raise the errors of `Wire.post`, and ProtocolError if the reply does
-        not have the documented form.
+        """Send a request and return its sample. Raise the same errors as `Wire.post`. Raise ProtocolError if the reply
+        does not have the documented form.
         """
         ...
 
 
 def find_engine(wire: Wire) -> Engine:
-    """Return the engine behind a server. `/v1/models` names the kind of engine in `owned_by`.
+    """Return the engine behind a server. The server's answer to `/v1/models` names the kind of engine in the field
+    `owned_by`.
 
     Raise ConfigError for an unsupported kind of engine. Also raise the errors of `Wire.get`.
     """
@@ -82,15 +84,16 @@ def find_engine(wire: Wire) -> Engine:
     if kind not in _DOORS:
         raise ConfigError(
             f"address: the server at {wire.url} says that its models are owned by {brief(kind)}; an audit supports "
-            f"the servers of {', '.join(_DOORS)}: give the URL of such a server, not of a gateway in front of it"
+            f"the servers of {', '.join(_DOORS)}: give the URL of such a server, not of a gateway in front "
+            "of the server"
         )
     name, door = _DOORS[kind]
     return door(wire, name, model, longest if isinstance(longest, int) else None)
 
 
 class CompletionsEngine:
-    """vLLM's `/v1/completions`, which trueroll's front end serves, too. Requests have no seed: vLLM's CPU build 0.32.0
-    exits if a request with a seed is prefilled in chunks.
+    """An engine behind the endpoint `/v1/completions` of vLLM or of trueroll's front end. Requests have no seed: vLLM's
+    CPU build 0.32.0 exits if a request with a seed is prefilled in chunks.
     """
 
     def __init__(self, wire: Wire, kind: str, model: str, max_model_len: int | None) -> None:
@@ -112,7 +115,7 @@ class CompletionsEngine:
 
 
 class SglangEngine:
-    """SGLang's `/generate`."""
+    """An engine behind SGLang's endpoint `/generate`."""
 
     def __init__(self, wire: Wire, kind: str, model: str, max_model_len: int | None) -> None:
         self._wire, self.kind, self.model, self.max_model_len = wire, kind, model, max_model_len
@@ -132,7 +135,7 @@ class SglangEngine:
 
 
 def _drawn(ask: Ask, token_ids: list[int], logprobs: list[float], num_cached: int | None) -> Drawn:
-    """Return the sample with these values. Raise ValueError or TypeError if a value is invalid."""
+    """Check the values of a sample, and return the sample. Raise ValueError or TypeError if a value is invalid."""
     if not 0 < len(token_ids) <= ask.max_tokens or len(token_ids) != len(logprobs):
         raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs for {ask.max_tokens} requested tokens")
     if any(type(token) is not int or not 0 <= token < 2**31 for token in token_ids):

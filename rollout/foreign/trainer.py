@@ -1,4 +1,6 @@
-"""A checkpoint as the trainer of an audit: the log-probs of an engine's samples, in any dtype, aligned or plain."""
+"""The trainer of an audit: computes the log-probs of an engine's samples with the weights of a checkpoint, in any
+dtype, with or without alignment.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """Computes log-probs with the weights of a checkpoint. Holds one copy of the weights at a time.
 
-    `model`: name or folder of the model, as for a worker. Raise ModelError if its config.json cannot be used. Methods
-    raise ModelError if the checkpoint cannot be loaded.
-    `dtype`: name of the checkpoint's dtype. `vocab_size`, `max_len`: limits of the model.
+    `model`: name or folder of the model, as in `launch_worker`. Raise ModelError if the model's config.json cannot be
+    used. Methods raise ModelError if the checkpoint cannot be loaded. `dtype`: name of the checkpoint's dtype.
+    `vocab_size`, `max_len`: limits of the model.
     """
 
     def __init__(self, model: str) -> None:
@@ -62,7 +64,7 @@ class Trainer:
     def aligned(self, samples: Sequence[Sampled], dtype: str, distribution: DistributionName) -> list[np.ndarray]:
         """Return the log-probs that the aligned model computes for each sample's tokens, one float32 array per sample.
 
-        Raise AlignmentError for a model that the ops cannot compute.
+        Raise AlignmentError if trueroll's ops cannot compute the model.
         """
         _log.info("computing log-probs in %s, aligned", dtype)
         model = load_trainer(self._folder, DTYPES[dtype])

@@ -1,5 +1,5 @@
 """Requests to the HTTP server of an engine that is not trusted: every answer is bounded in bytes and in time, redirects
-are not followed, and the proxies of the environment are not used.
+are not followed, and proxies that environment variables name are not used.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ADVICE = {
 
 
 class Wire:
-    """Sends requests to one HTTP server, each on a connection of its own. Threads may share a wire.
+    """Sends requests to one HTTP server, each request on its own connection. Several threads may share a `Wire`.
 
     `url`: `http://HOST:PORT` or `https://HOST:PORT`. `api_key`: sent with each request as a bearer token. `seconds`:
-    see `ANSWER_SECONDS`. Raise ConfigError for any other URL.
+    see `ANSWER_SECONDS`. Raise ConfigError if `url` has any other form.
     """
 
     def __init__(self, url: str, api_key: str | None = None, seconds: float = ANSWER_SECONDS) -> None:
@@ -55,7 +55,7 @@ class Wire:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Any:
-        """Send a GET request, and return the parsed JSON of the answer. Raise the errors of `post`."""
+        """Send a GET request, and return the parsed JSON of the answer. Raise the same errors as `post`."""
         return self._ask("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -84,8 +84,8 @@ class Wire:
 
     @contextmanager
     def _connected(self, late: Event) -> Iterator[HTTPConnection]:
-        """Context manager that connects to the server. After `self._seconds`, the event `late` is set and the
-        connection is cut.
+        """Context manager that connects to the server. After `self._seconds` seconds, the event `late` is set and the
+        connection is shut down.
         """
         connection = HTTPConnection(self._host, self._port, timeout=self._seconds)
         timer = None
@@ -122,8 +122,8 @@ class Wire:
 
 
 def _cut(connected: socket.socket, late: Event) -> None:
-    """Shut down the connection, which wakes up the thread that waits for the server. The method of `ssl.SSLSocket`
-    would change objects that this thread is using.
+    """Shut down the connection, to wake up the thread that waits for the server. The method `shutdown` of
+    `ssl.SSLSocket` is not called, because this method would change objects that the waiting thread is using.
     """
     late.set()
     try:

@@ -79,7 +79,9 @@ class Acceptor:
             self._refuse_one()
 
     def _refuse_one(self) -> None:
-        """Close the spare descriptor to free a slot, then accept and close the pending connection."""
+        """Close the spare file descriptor, accept the pending connection with the freed descriptor, and close the
+        connection.
+        """
         self._drop_spare()
         try:
             accepted, _ = self._listener.accept()

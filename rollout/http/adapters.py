@@ -1,8 +1,8 @@
-"""Named adapters over HTTP, under vLLM's names: load an adapter from a folder that the worker reads, and unload it.
+"""The paths `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, which load and unload named adapters as in vLLM.
 
-The front end never opens the folder. The worker reads the folder if its settings for pushes allow this. The front end
-keeps no list of adapters, because pushes and other front ends load and unload adapters, too. Instead, `Watch` asks the
-worker for its adapters.
+The front end never opens the folder of the adapter. The worker reads the folder of the adapter if the worker's settings
+for pushes allow this. The front end keeps no list of adapters, because pushes and other front ends also load and unload
+adapters. Instead, `Watch` asks the worker for its adapters.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FolderPath = Annotated[str, Field(max_length=MAX_PATH_CHARS), AfterValidator(_ab
 class LoadFields(Fields):
     """Fields of `/v1/load_lora_adapter`.
 
-    `lora_name`: the name of the adapter, which requests give as their `model`. `lora_path`: a folder in PEFT's format.
-    `load_inplace`: whether to replace a loaded adapter with the same name.
+    `lora_name`: the name of the adapter; requests that use the adapter give this name as `model`. `lora_path`: a folder
+    in PEFT's format. `load_inplace`: whether to replace a loaded adapter with the same name.
     """
 
     lora_name: AdapterName
@@ -51,7 +51,9 @@ class UnloadFields(Fields):
 
 
 class Adapters:
-    """Handlers that load and unload named adapters. `served`: the served model; no adapter may have its name."""
+    """Handlers that load and unload named adapters. `served`: the served model; no adapter may have the same name as
+    this model.
+    """
 
     def __init__(self, served: ServedModel, lifecycle: Lifecycle) -> None:
         self.watch = lifecycle.watch
@@ -72,8 +74,9 @@ class Adapters:
     async def load(self, name: str, path: str, replaces: bool, advice: str) -> None:
         """Load an adapter.
 
-        `replaces`: whether a loaded adapter with the same name is replaced; if not, raise HttpError with `advice`.
-        Raise PushError if the worker refuses the folder or the adapter.
+        `replaces`: whether to replace a loaded adapter with the same name. If `replaces` is false and an adapter with
+        the same name is loaded, raise HttpError; its text ends with `advice`. Raise PushError if the worker refuses the
+        folder or the adapter.
         """
         if name == self._served.name:
             raise _refused(name, "is the name of the served model; give the adapter another name")

@@ -81,7 +81,7 @@ def check_answer(
 class Rows:
     """A list that produces its elements only when it is written. A `Rows` can be written only once.
 
-    `width`: number of entries per element, or None if each element is an object that contains Rows.
+    `width`: number of entries per element; None if each element is an object that contains `Rows`.
     """
 
     def __init__(self, elements: Iterable[Any], width: int | None = 1) -> None:
@@ -136,7 +136,9 @@ def encoded(content: Any) -> bytes:
 
 
 async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes that `encoded` would return, in parts of about `PART_BYTES`. Other work runs between steps."""
+    """Yield the bytes that `encoded` would return, in parts of about `PART_BYTES`. The event loop runs other work
+    between two steps of the encoder.
+    """
     held, size, since_turn = [], 0, 0
     for step in _steps(content):
         held.append(step)
@@ -184,7 +186,7 @@ def _steps(value: Any) -> Iterator[str]:
 
 
 def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
-    """Yield the elements in short lists, one list per step."""
+    """Yield the elements of a list as short lists, one short list per step."""
     elements, width = (value.elements, value.width) if isinstance(value, Rows) else (iter(value), 1)
     while step := list(islice(elements, max(1, STEP_ENTRIES // (width or 1)))):
         yield step

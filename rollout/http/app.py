@@ -93,7 +93,7 @@ class ExactRoute(Route):
     """A route that matches only its exact path.
 
     Starlette's `Route` class would also match the path with a newline at the end. The guard does not recognize a path
-    with a newline, and would skip its checks of the role and of the number of open requests.
+    with a newline. For such a path, the guard would not check the client's role and the number of open requests.
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -116,7 +116,7 @@ class Endpoints:
         """Return the handler for a generation endpoint.
 
         `read`: parses the request body. `prompt_field`: name of the request field that contains the prompts.
-        `has_text`: answers contain text.
+        `has_text`: whether answers contain text.
         """
 
         async def handle(request: Request) -> Response:
@@ -201,8 +201,8 @@ def make_app(
     promises: Promises | None = None,
 ) -> ASGIApp:
     """Return the application: all routes, behind the guard. `staging`: the staged weight version, which the paths of
-    SGLang and vLLM share. `tracer`: makes the spans of requests. `promises`: the promises of the Tinker API; None
-    leaves out this API.
+    SGLang and vLLM share. `tracer`: makes the spans of requests. `promises`: the `Promises` object of the Tinker API;
+    None means that the Tinker API is not served.
     """
     samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
     adapters = Adapters(served, lifecycle)

@@ -113,8 +113,8 @@ class _Body:
     """A body that has not been parsed yet.
 
     `content`: the bytes received so far. `num_bytes`: how many bytes of the budget the body uses. `limit`: timeout for
-    reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes that the body
-    returns to the budget.
+    the arrival of the whole body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes
+    that the body returns to the budget.
     """
 
     limit: asyncio.Timeout

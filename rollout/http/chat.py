@@ -38,8 +38,8 @@ class ChatFields(TextFields, ConversationFields):
 
 @dataclass
 class ChatForm:
-    """Writes chat completions. `new_parser`: returns the parser of a choice. `told_prompt`: the fields of the answer
-    with the log-probs of the prompt. `node`: the answer's node in its session; None without a session.
+    """Writes chat completions. `new_parser`: returns the parser of a choice. `told_prompt`: the fields with which the
+    answer reports the log-probs of the prompt. `node`: the answer's node in its session; None without a session.
     """
 
     id: str
@@ -98,7 +98,7 @@ class ChatForm:
         return self._choice(piece, "delta", delta, parser)
 
     def _head(self) -> dict[str, Any]:
-        """Return the fields of a message before its content."""
+        """Return the fields that precede the content of a message."""
         return {"role": "assistant"} | ({} if self.node is None else {NODE_FIELD: self.node})
 
     def _choice(self, piece: Piece, what: str, told: dict[str, Any], parser: ChoiceParser) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_parallel(own: ChatFields) -> None:
-    """Raise HttpError if a request wants at most one tool call, and `tool_choice` requires none."""
+    """Raise HttpError if a request allows at most one tool call per answer, but has the `tool_choice` auto."""
     if own.tools and own.tool_choice == "auto" and not own.parallel_tool_calls:
         raise unsupported("parallel_tool_calls", ONE_CALL, False)
 
@@ -196,6 +196,6 @@ def last_user_message(messages: list[dict[str, Any]]) -> str | None:
 
 
 def chat_token_bytes(own: ChatFields) -> TokenBytes:
-    """Return the size of an answer that is not a stream."""
+    """Return the estimated bytes per token in an answer that is not a stream."""
     told = TokenBytes.TEXT + chat_logprobs_bytes((own.top_logprobs or 0) if own.logprobs else None)
     return TokenBytes(told + TokenBytes.ID * own.return_token_ids, TokenBytes.ID * own.return_token_ids)

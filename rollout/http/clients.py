@@ -147,7 +147,7 @@ def _is_api_key(key: bytes) -> bool:
 
 
 def note_client(scope: MutableMapping[str, Any], client: Client) -> None:
-    """Add the client to the ASGI scope of its request, so that `client_of` can return the client."""
+    """Store the client of a request in the request's ASGI scope, so that `client_of` can return the client."""
     scope[_CLIENT] = client
 
 

@@ -53,7 +53,7 @@ class CompletionForm:
     """Writes completions.
 
     `prefixes`: for each prompt, the text and log-probs that `echo` puts before each completion. `told_prompts`: for
-    each prompt, the fields of the answer with the log-probs of the prompt.
+    each prompt, the fields with which the answer reports the log-probs of the prompt.
     """
 
     id: str
@@ -195,9 +195,9 @@ async def _prefixes(
     """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
     A prefix contains the text of the prompt. If `logprobs` is set, a prefix also contains the log-probs of the prompt's
-    tokens. The log-probs of the prompt's tokens include the temperature and the filters of the request. Edits of
-    logits, such as penalties, are left out, because they apply only to drawn tokens. The first token of a prompt has no
-    log-prob.
+    tokens. The log-probs of the prompt's tokens are computed with the temperature and the filters of the request. Edits
+    of logits, such as penalties, have no effect on these log-probs, because the edits apply only to drawn tokens. The
+    first token of a prompt has no log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}

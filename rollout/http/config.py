@@ -21,9 +21,9 @@ class HttpConfig(BaseModel):
     `address`: address of the worker, or path of a fleet's file. `host`, `port`: IP and port to listen on; port 0 means
     any free port. `tokenizer`: the model that provides the tokenizer and the chat template; None means the served
     model, which must then be `smollm2` or a folder on this machine. `model_name`: the name that clients use for the
-    model; None means the worker's name. `api_key_file`: a file with the key that clients must send; None means the
-    environment variable `TRUEROLL_HTTP_API_KEY`, if set. `clients_file`: a file with a role, a user and a key for each
-    client; these keys replace the single key that all clients share.
+    model; None means the name that the worker uses for the model. `api_key_file`: a file with the key that clients must
+    send; None means the environment variable `TRUEROLL_HTTP_API_KEY`, if set. `clients_file`: a file with a role, a
+    user and a key for each client; these keys replace the single key that all clients share.
 
     `sglang`: whether to serve SGLang's paths, too. `vllm`: whether to serve the paths of vLLM and SkyRL for updates of
     weights, too. `tinker`: whether to serve the Tinker API, too.
@@ -37,9 +37,9 @@ class HttpConfig(BaseModel):
     maximum parsing cost of the JSON elements in a body (see `elements.WEIGHTS`). `max_text_chars`: maximum total number
     of characters in the texts of a request. `max_answer_bytes`: maximum estimated length, in bytes, of an answer that
     is not a stream. `max_image_pixels`: maximum number of pixels of an image in a conversation. `max_image_bytes`:
-    maximum size, in bytes, of the images in memory. `max_open_requests`: maximum number of concurrent requests that
-    generate, score, tokenize, detokenize or export samples. `max_sessions`: maximum number of open sessions.
-    `max_session_bytes`: maximum size, in bytes, of all sessions in memory. `session_seconds`: time after which a
+    maximum total size, in bytes, of all images in memory. `max_open_requests`: maximum number of concurrent requests
+    that generate, score, tokenize, detokenize or export samples. `max_sessions`: maximum number of open sessions.
+    `max_session_bytes`: maximum total size, in bytes, of all sessions in memory. `session_seconds`: time after which a
     session without requests is deleted. `drain_seconds`: time for which open requests may continue after SIGTERM or
     Ctrl-C.
 

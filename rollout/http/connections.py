@@ -1,5 +1,5 @@
-"""Connections, from accept to close: HTTP/1.1, parsed by h11, on asyncio's sockets. The application runs once per
-request.
+"""HTTP/1.1 connections, from accept to close. h11 parses the requests, and asyncio reads and writes the sockets. The
+application runs once per request.
 
 Owns: every open connection, its timers, and its limits. Promises that:
 - no stage of a connection lasts forever: timeouts close a connection if no complete head arrives, if no request follows
@@ -39,9 +39,9 @@ from .errors import RETRY_AFTER_SECONDS, HttpError
 from .exchange import Address, Exchange, refusal
 
 Stage: TypeAlias = Literal["new", "idle", "body", "busy", "closing"]
-"""`new`: no request yet. `idle`: the last request is answered. `body`: the request's body is incomplete. `busy`: the
-request is being answered. `closing`: the connection drops incoming data until it closes, so that the client can still
-read the answer.
+"""`new`: the client has not sent a complete head yet. `idle`: the last request is answered. `body`: the request's body
+is incomplete. `busy`: the request is being answered. `closing`: the connection drops incoming data until it closes, so
+that the client can still read the answer.
 """
 GIVES_WAY: tuple[Stage, ...] = ("closing", "new", "idle", "body")
 """The stages in which connections may be closed to make room. Connections in the first stage of this list are closed
@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 def most_connections(config: HttpConfig) -> int:
     """Return the maximum number of open connections.
 
-    Connections, including the reserve for `/health`, use at most half of the process's descriptors. The remaining
-    descriptors are for the connection to the worker, files and child processes. Raise ConfigError if the descriptor
+    Connections, including the reserve for `/health`, use at most half of the process's descriptors. The other half of
+    the descriptors is for files, child processes, and the connection to the worker. Raise ConfigError if the descriptor
     limit is too low for `max_connections`.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -82,7 +82,7 @@ def most_connections(config: HttpConfig) -> int:
 
 
 class Connections:
-    """All open connections. `app` answers the requests. The object needs a running event loop."""
+    """All open connections. `app` answers the requests. A `Connections` object needs a running event loop."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self.app, self.config = app, config
@@ -249,8 +249,8 @@ class _Turns:
 class Connection(asyncio.BufferedProtocol):
     """One connection.
 
-    `client`, `server`: addresses of the client and of this server. `is_extra`: the connection belongs to the reserve
-    for `/health`.
+    `client`, `server`: addresses of the client and of this server. `is_extra`: whether the connection belongs to the
+    reserve for `/health`.
     """
 
     def __init__(self, connections: Connections, client: Address, server: Address, is_extra: bool) -> None:
@@ -384,7 +384,7 @@ class Connection(asyncio.BufferedProtocol):
             self._later(trailing)
 
     def refuse(self, error: HttpError, reason: str) -> None:
-        """Close the connection. If no answer has begun, answer with `error` first."""
+        """Close the connection. Before closing, send `error` to the client, unless an answer has already begun."""
         if self._stage in (None, "closing"):
             return
         self._connections.closed[reason] += 1

@@ -1,7 +1,7 @@
-"""Conversations: render the messages with the model's chat template, and place the images in the prompt.
+"""Conversations: render the messages with the model's chat template, and insert the images into the prompt.
 
-The template gets `{"type": "image"}` for each message part of type `image_url`, and writes one placeholder for each
-image. Each placeholder is then repeated, once for each token of its image.
+For each message part of type `image_url`, the chat template gets `{"type": "image"}` and writes one placeholder. Each
+placeholder is then repeated, once for each token of its image.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Message(Fields):
 
 
 class ConversationFields(Fields):
-    """The fields that determine the prompt.
+    """The fields of a conversation that determine the prompt.
 
     `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`.
     """
@@ -50,8 +50,8 @@ class ConversationFields(Fields):
 async def prompt_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> Prompt:
     """Return the prompt of a conversation.
 
-    Raise HttpError if the conversation, before placeholders are repeated, has more than `most` tokens. Raise HttpError
-    or InvalidRequestError if a field or an image is not supported.
+    Raise HttpError if the conversation, with only one placeholder per image, has more than `most` tokens. Raise
+    HttpError or InvalidRequestError if a field or an image is not supported.
     """
     forced_tools(own.tool_choice, own.tools)
     if found := _RESERVED & own.chat_template_kwargs.keys():
@@ -72,7 +72,7 @@ async def prompt_of(own: ConversationFields, served: ServedModel, most: int | No
 
 
 def tools_of(own: ConversationFields) -> list[dict[str, Any]]:
-    """Return the tools that the template gets."""
+    """Return the tools that are passed to the chat template."""
     return [] if own.tool_choice == "none" else own.tools
 
 
@@ -84,8 +84,8 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
 
 
 def _for_template(position: int, message: Message) -> dict[str, Any]:
-    """Return a message in the format that chat templates expect, with tool call arguments as objects. The content is a
-    list of parts if a part is an image, otherwise a text.
+    """Return a message in the format that chat templates expect, with tool call arguments as objects. The content of
+    the returned message is a list of parts if one of the parts is an image, and a string otherwise.
     """
     told = {name: value for name, value in message if value is not None or name == "content"}
     if isinstance(content := message.content, list):

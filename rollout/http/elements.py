@@ -33,7 +33,7 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
 
     Raise HttpError if the total cost, computed with `WEIGHTS`, exceeds `most`, or if a number has more than
     `MAX_DIGITS` consecutive digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting
-    `max_body_elements`. With `is_setting`, the error advises the client to raise the setting.
+    `max_body_elements`. If `is_setting` is true, the error advises the client to raise `max_body_elements`.
     """
     cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):
@@ -93,8 +93,8 @@ def _without_half_an_escape(step: bytearray) -> bytearray:
 
 
 def _outside_of_strings(step: bytearray, in_string: bool) -> tuple[np.ndarray, bool]:
-    """Return a uint8 array with the bytes of `step`, a part of a body, that are outside of strings, and whether the
-    part ends within a string.
+    """Return the bytes of `step` (a part of a body) that are outside of strings, as a uint8 array. Also return whether
+    `step` ends within a string.
 
     `in_string`: whether the part begins within a string.
     """

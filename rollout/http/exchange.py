@@ -57,8 +57,8 @@ class Line(Protocol):
 class _Body:
     """The body of a request.
 
-    `content`: bytes that the application has not received yet. `is_whole`: the body is complete. `was_told_whole`:
-    whether the application has received the message that completes the body.
+    `content`: bytes that the application has not received yet. `is_whole`: whether the last byte of the body has
+    arrived. `was_told_whole`: whether the application has received the message that completes the body.
     """
 
     content: bytearray = field(default_factory=bytearray)
@@ -67,11 +67,13 @@ class _Body:
 
     @property
     def has_news(self) -> bool:
-        """Return whether the application still has to receive content, or the end of the body."""
+        """Return whether the application has not yet received all content that has arrived, or the message that
+        completes the body.
+        """
         return bool(self.content) or (self.is_whole and not self.was_told_whole)
 
     def take(self) -> bytes:
-        """Return and clear the buffered content."""
+        """Return and clear the buffered content of the body."""
         content = bytes(self.content)
         self.content.clear()
         self.was_told_whole = self.is_whole
@@ -107,7 +109,7 @@ class Exchange:
         self._connection.finish()
 
     def add(self, content: bytes) -> bool:
-        """Add received content of the body. Return whether reading should pause."""
+        """Add received content of the body. Return whether the connection should pause reading."""
         self._body.content += content
         self._changed.set()
         return len(self._body.content) >= READ_BYTES

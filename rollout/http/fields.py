@@ -83,7 +83,7 @@ accepted.
 """
 
 ONE_CALL = "true, or set tool_choice to 'required' or to a function, which allow one call"
-"""The supported values of `parallel_tool_calls`, for errors."""
+"""The supported values of `parallel_tool_calls`, for error texts."""
 
 F = TypeVar("F", bound="Fields")
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -164,7 +164,7 @@ class ResponseFormat(Fields):
 class EditFields(Fields):
     """Fields that edit logits and have a different name or format in `SamplingParams`.
 
-    `logit_bias`: numbers to add to the logits of some tokens. `bad_words`: texts that a sample must not contain.
+    `logit_bias`: numbers to add to the logits of some tokens. `bad_words`: texts that must not occur in a sample.
     `response_format`: a grammar for the text of a sample, as in OpenAI's API.
     """
 
@@ -189,8 +189,9 @@ class RecordFields(Fields):
     `prompt_logprobs`: number of most probable tokens to return per token of the prompt; the log-prob of the prompt's
     token is also returned. `prompt_logprob_token_ids`: one row of token ids for each token of the prompt after the
     token with index `prompt_logprob_start`. The answer contains the log-probs of the ids in each row; -1 pads a row.
-    `prompt_sampling_mask`: whether the answer contains the ids that the filters keep, for the same tokens of the
-    prompt. `routed_experts_prompt_start`: index of the first prompt token for which the answer contains routed experts.
+    `prompt_sampling_mask`: whether the answer contains, for each token of the prompt after the token with index
+    `prompt_logprob_start`, the ids that the filters keep. `routed_experts_prompt_start`: index of the first prompt
+    token for which the answer contains routed experts.
     """
 
     prompt_logprobs: NumTop | None = None
@@ -231,7 +232,7 @@ def given(
     """Return the fields that have an effect.
 
     Drop the fields `ignored`, fields with the value null, and fields of `off` with a neutral value. Raise HttpError if
-    a field of `off` has any other value. `path`: the names of the objects around the fields, for errors.
+    a field of `off` has any other value. `path`: the names of the objects that enclose the fields, for error texts.
     """
     fields = {name: value for name, value in body.items() if value is not None and name not in ignored}
     for name in [name for name in fields if name in off]:
@@ -271,9 +272,9 @@ async def take_sampling(
 ) -> tuple[SamplingParams, int | None]:
     """Remove the sampling parameters and the seed from `fields`, and return the parameters and the seed.
 
-    `max_tokens`: the default of `max_tokens`. `encode_words`: encodes `bad_words`. With the returned parameters, the
-    log-probs of samples refer to the sampling distribution. Raise InvalidRequestError or HttpError if a value is
-    invalid.
+    `max_tokens`: the default of the sampling parameter `max_tokens`. `encode_words`: encodes `bad_words`. With the
+    returned parameters, the log-probs of samples refer to the sampling distribution. Raise InvalidRequestError or
+    HttpError if a value is invalid.
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if is_same(named.get("top_k"), 0):

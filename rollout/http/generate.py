@@ -16,7 +16,7 @@ from .pieces import Piece, Task, Usage, ending
 from .records import check_records, prompt_records, record_bytes, told_records
 
 _OFF = {name: neutral for name, neutral in OFF.items() if name != "include_stop_str_in_output"}
-"""Fields that must be off. A stop string is never cut from token ids."""
+"""Fields that must be off. The tokens of a stop string are never removed from the token ids of a sample."""
 
 
 class GenerateFields(GenerationFields):
@@ -36,9 +36,9 @@ class SamplingFields(RecordFields):
     """Fields of `sampling_params` in addition to `SAMPLING` and `seed`.
 
     `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
-    `logprobs_mode`: the distribution of the log-probs, as `SamplingParams.logprobs`.
+    `logprobs_mode`: the distribution to which the log-probs refer; takes the values of `SamplingParams.logprobs`.
     `skip_special_tokens`, `include_stop_str_in_output`: have no effect, because the answer contains no text. The token
-    ids always include the tokens of a stop string.
+    ids of a sample always include the tokens of the stop string that ended the sample.
     """
 
     logprobs: NumTop | None = None
@@ -50,8 +50,8 @@ class SamplingFields(RecordFields):
 @dataclass(frozen=True)
 class GenerateForm:
     """Writes samples as token ids. Log-probs have the format of chat completions; token 7, for example, has the name
-    `token_id:7` and the `token_id` 7. `told_prompt`: the fields of the answer with the log-probs of the prompt.
-    `tells_usage`: whether a stream ends with the token counts.
+    `token_id:7` and the `token_id` 7. `told_prompt`: the fields with which the answer reports the log-probs of the
+    prompt. `tells_usage`: whether a stream ends with the token counts.
     """
 
     request_id: str

@@ -57,7 +57,7 @@ class Counters:
         self.over_limit: Counter[str] = Counter()
 
     def include(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        """Make `self.collect` also yield the metrics of `collect`."""
+        """Make `self.collect` also yield the metrics that the function `collect` yields."""
         self._others.append(collect)
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,5 @@
-"""Images of requests: read within bounds, processed once by the model's own image processor, and placed in the prompt.
+"""Images of requests: read each image within bounds, process it once with the model's own image processor, and insert
+it into the prompt.
 
 Owns: the threads that process images, and the count of the bytes of all images in memory. Guarantees that the front end
 never fetches an image, that work on images never blocks the event loop, and that the images of open requests take at
@@ -70,7 +71,7 @@ ImageList = Annotated[list[ImageFields], Field(max_length=MAX_SPANS, fail_fast=T
 
 @dataclass(frozen=True)
 class ImageUrl:
-    """A `data:` URL in a request. `where`: the place in the request, for error texts."""
+    """A `data:` URL in a request. `where`: the position of the URL in the request, for error texts."""
 
     where: str
     url: str
@@ -86,7 +87,7 @@ class Prompt:
 
 
 class ImageMemory:
-    """Counts the bytes of images in memory. Thread-safe. `most`: the limit."""
+    """Counts the bytes of images in memory. Thread-safe. `most`: maximum number of bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -100,12 +101,12 @@ class ImageMemory:
         return sum([*self._held.values()])
 
     def hold(self, array: np.ndarray, num_bytes: int) -> None:
-        """Count `num_bytes` until `array` is garbage-collected. Raise HttpError if there is no room."""
+        """Count `num_bytes` as used until `array` is garbage-collected. Raise HttpError if `most` would be exceeded."""
         weakref.finalize(array, self._held.pop, self._add(num_bytes), None).atexit = False
 
     @contextmanager
     def room(self, num_bytes: int) -> Iterator[None]:
-        """Context manager that counts `num_bytes` until it exits. Raise HttpError if there is no room."""
+        """Context manager that counts `num_bytes` as used until exit. Raise HttpError if `most` would be exceeded."""
         key = self._add(num_bytes)
         try:
             yield
@@ -130,7 +131,9 @@ class ImageMemory:
 
 
 class RecentImages:
-    """The most recently processed images, by the hash of their URL. Thread-safe. `most`: the limit in bytes."""
+    """The most recently processed images, by the hash of their URL. Thread-safe. `most`: maximum total size of these
+    images, in bytes.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -145,7 +148,7 @@ class RecentImages:
             return self._images.get(key)
 
     def add(self, key: bytes, image: ImageInput) -> None:
-        """Keep an image, and drop the least recently used images."""
+        """Add an image, and drop the least recently used images while the total size exceeds the limit."""
         with self._lock:
             if key not in self._images:
                 self._images[key] = image
@@ -155,7 +158,7 @@ class RecentImages:
 
 
 class Images:
-    """Reads the images of requests for a model.
+    """Reads the images of requests, and prepares them as inputs of one model.
 
     `model`: name or path of the model. `max_images`, `max_image_patches`: settings of the worker.
     """
@@ -185,7 +188,9 @@ class Images:
         return self._found(self._tower).placeholder
 
     def check_count(self, num_images: int, where: str) -> None:
-        """Raise HttpError if a prompt has more images than the worker takes. `where`: the place in the request."""
+        """Raise HttpError if a prompt has more images than the worker accepts. `where`: the request field with the
+        images.
+        """
         most = self._max_images
         if num_images <= most:
             return
@@ -199,7 +204,8 @@ class Images:
         """Return the preprocessed images of `data:` URLs. An image that was preprocessed a short time ago is not
         preprocessed again. `salt`: only requests with the same salt share preprocessed images.
 
-        Raise HttpError for other URLs, for data that is not an image, and for too many pixels, patches or bytes.
+        Raise HttpError if a URL is not a `data:` URL, if its data is not an image, or if an image has too many pixels,
+        patches or bytes.
         """
         processor = self._found(self._processor)
         with self.memory.room(sum(len(each.url) for each in urls)):
@@ -213,7 +219,7 @@ class Images:
         return await self._in_thread(partial(self._expanded, self._found(self._processor), token_ids, images))
 
     async def receive(self, token_ids: list[int], fields: list[ImageFields]) -> Prompt:
-        """Return a prompt with images that the client has processed.
+        """Return a prompt with images that the client has already processed.
 
         Raise HttpError or InvalidRequestError if the images are invalid or do not fit the model and the prompt.
         """
@@ -227,8 +233,8 @@ class Images:
         return await self._in_thread(partial(_placed, tower, tokens, images))
 
     async def thumbnails(self, images: Sequence[ImageInput]) -> list[bytes]:
-        """Return a small PNG picture of each image, as the tower sees it; an empty list if there is no image processor
-        of the model on this machine.
+        """Return a small PNG picture of each image, made from the pixels that the vision tower reads. Return an empty
+        list if the model's image processor is not available on this machine.
         """
         if self._processor is None:
             return []
@@ -276,7 +282,9 @@ class Images:
         return _placed(processor.tower, self._checked(processor.tower, tokens, placed), placed)
 
     def _checked(self, tower: TowerSpec, token_ids: Sequence[int] | np.ndarray, images: Sequence[Placed]) -> np.ndarray:
-        """Return the tokens as an array. Raise InvalidRequestError unless the places and sizes of the images fit."""
+        """Return the tokens of a prompt as an array. Raise InvalidRequestError if the positions or the sizes of the
+        images in the prompt are invalid.
+        """
         tokens = np.asarray(token_ids, np.int32)
         ImageLimits(tower, self._max_images, self._max_patches).check(images, tokens)
         return tokens
@@ -302,7 +310,9 @@ class Images:
         return image
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` on one of the threads. If this coroutine is cancelled, pending work never starts."""
+        """Run `work` on one of the threads that process images. If this coroutine is cancelled, pending work never
+        starts.
+        """
         waiting = [work]
         try:
             return await asyncio.wrap_future(self._threads.submit(lambda: waiting.pop()()))
@@ -341,7 +351,9 @@ def _data_of(given: ImageUrl) -> bytes:
 
 
 def _decoded(where: str, text: str, start: int = 0) -> bytes:
-    """Return the bytes of base64 text from position `start` on. Raise HttpError unless the text is valid base64."""
+    """Decode the base64 text that begins at position `start` of `text`. Raise HttpError if this text is not valid
+    base64.
+    """
     try:
         # Python's strict mode accepts padding that is too long.
         if (len(text) - start) % 4 or 0 <= text.find("=", start, len(text) - 2):

@@ -1,4 +1,4 @@
-"""The worker's lifecycle over HTTP, under vLLM's names: health, pause, sleep, weights, metrics."""
+"""The worker's lifecycle over HTTP, on paths that are named as in vLLM: health, pause, sleep, weights, metrics."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class Changes(Protocol):
 
 
 def changing(handle: Callable[[Any, Request], Awaitable[Response]]) -> Any:
-    """Decorator for handlers that change the worker's state: discards earlier health reports, which are now stale."""
+    """Decorator for handlers that change the worker's state. After the handler, the decorator discards earlier health
+    reports, which are then stale.
+    """
 
     @wraps(handle)
     async def handle_and_note(self: Changes, request: Request) -> Response:
@@ -99,7 +101,7 @@ class Lifecycle:
     async def health(self, request: Request) -> Response:
         """Return 200 and the worker's state, or 503 if the worker has failed or does not answer.
 
-        If the worker is slow to answer and its last health report is recent, return the last report instead.
+        If the worker is slow to answer and its last health report is recent, return the state from this report.
         """
         queries_of(request, {})
         health, age = await self._health_or_report()
@@ -160,15 +162,14 @@ class Lifecycle:
 
     @changing
     async def update_weights(self, request: Request) -> Response:
-        """Serve the weights in a folder.
-
-        The folder contains a push that the transport `disk` wrote, or a checkpoint in Hugging Face format.
+        """Make the worker serve the weights in a folder. The folder contains a push that the transport `disk` wrote, or
+        a checkpoint in Hugging Face format.
         """
         queries_of(request, {})
         return await self.serve_folder(read_json(request))
 
     async def serve_folder(self, body: dict[str, Any]) -> Response:
-        """Serve the weights in a folder. `body`: the fields of `UpdateFields`."""
+        """Make the worker serve the weights in a folder. `body`: the fields of `UpdateFields`."""
         fields = checked(UpdateFields, body)
         async with self.push_lock:
             await self.push(fields)
@@ -214,10 +215,9 @@ class Lifecycle:
         return Response(page, headers={"Content-Type": content_type})
 
     async def _health_or_report(self) -> tuple[protocol.Health, float]:
-        """Return a health report of the worker and the age of the report in seconds.
-
-        If the worker answers in time, the age is 0. If the worker is slow and the last report is recent, return the
-        last report and the age of that report.
+        """Return a health report of the worker and the age of the report in seconds. If the worker answers in time, the
+        age of the report is 0. If the worker is slow and the last report is recent, return the last report and the age
+        of that report.
         """
         if (report := self.watch.report()) is not None:
             try:
@@ -301,7 +301,7 @@ def _is_push(folder: Path) -> bool:
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the tensors of a checkpoint.
 
-    Opens all files first. Raise PushError if a file cannot be read.
+    Opens all files of the checkpoint before it returns. Raise PushError if a file cannot be read.
     """
     from ...engine.models.loader import read_checkpoint
 
@@ -332,7 +332,7 @@ def queries_of(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str,
     """Return the values of the query parameters, by name.
 
     `known`: the permitted values of each known parameter. Raise HttpError if a parameter is unknown, if a value is not
-    permitted, or if a parameter outside `_LISTS` is given several times.
+    permitted, or if a parameter that is not in `_LISTS` is given several times.
     """
     found: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():

@@ -28,8 +28,8 @@ def name_by_id(token_id: int) -> str:
 def chat_logprobs(
     piece: Piece, name: TokenName, has_bytes: bool = True, has_ids: bool = False
 ) -> dict[str, Any] | None:
-    """Return log-probs in the format of chat completions; None if the piece has no log-probs. `has_ids`: entries also
-    have the `token_id`, as in vLLM's generate.
+    """Return log-probs in the format of chat completions; None if the piece has no log-probs. `has_ids`: whether each
+    entry also has the field `token_id`, as in vLLM's `/inference/v1/generate`.
 
     The entry of a token contains its log-prob, and also the most probable tokens with their log-probs.
     """
@@ -60,7 +60,7 @@ def completion_logprobs(
 
     The format has four columns: tokens, log-probs of the tokens, most probable tokens plus the drawn token, and text
     offsets. A text offset is `first_offset` plus the total length of the names of all earlier tokens. `width`: number
-    of entries per token, see `Piece.num_entries_by_token`.
+    of log-probs per token, see `Piece.num_entries_by_token`.
     """
     lens = accumulate((len(name(token_id)) for token_id in token_ids), initial=first_offset)
     told = None if tops is None else (_by_name(*each, name) for each in zip(tops, token_ids, logprobs, strict=True))
@@ -79,7 +79,8 @@ def piece_columns(piece: Piece) -> tuple[list[float], Iterator[list[tuple[int, f
 
 
 def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> Iterator[list[tuple[int, float]]] | None:
-    """Return an iterator that yields, for each position, the most probable tokens with their log-probs, best first.
+    """Return an iterator that yields, for each position, the most probable tokens with their log-probs, beginning with
+    the most probable token.
 
     Return None if the request did not ask for the most probable tokens.
     """
@@ -94,7 +95,7 @@ def _tops(piece: Piece) -> Iterator[list[tuple[int, float]]] | None:
 
 
 def numbers(logprobs: np.ndarray) -> list[float]:
-    """Return log-probs as numbers for JSON, with `NEVER` for -inf."""
+    """Return log-probs as numbers for JSON, with `NEVER` in place of -inf."""
     return [NEVER if logprob == -inf else logprob for logprob in logprobs.tolist()]
 
 

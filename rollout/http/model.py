@@ -76,7 +76,7 @@ class ServedModel:
         return self.adapted(name)
 
     def adapted(self, adapter: str) -> ServedModel:
-        """Return one of the model's adapters, which clients name as a model."""
+        """Return the adapter `adapter` of this model in the form of a `ServedModel`."""
         return replace(self, name=adapter, adapter=adapter)
 
     def check_count(self, num_prompts: int) -> None:
@@ -91,7 +91,7 @@ class ServedModel:
             )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, field: str = "prompt") -> None:
-        """Raise an error about `field` if a prompt is empty, or if a prompt and its new tokens exceed the context."""
+        """Raise an error about `field` if a prompt is empty, or if a prompt plus its new tokens exceed the context."""
         if not prompts or not all(prompts):
             text = "prompt: a prompt has no tokens; give at least one token per prompt"
             raise InvalidRequestError(text, field=field, value=0, limit=1)
@@ -148,7 +148,8 @@ class ServedModel:
     ) -> list[int]:
         """Return the token ids of a conversation. Raise HttpError if the conversation has more than `most` tokens.
 
-        If the number of characters implies too many tokens, the error is raised before the template is rendered.
+        If the number of characters already implies too many tokens, the error is raised before the chat template is
+        rendered.
         """
         count = self.check_conversation((messages, arguments), most is not None)
         most_chars = self.max_text_chars if most is None else min(self.max_text_chars, self.max_prompt_chars)
@@ -160,10 +161,11 @@ class ServedModel:
             raise self._too_long("messages", error) from None
 
     def check_conversation(self, conversation: Any, fits_context: bool = True) -> int:
-        """Return the number of characters of a conversation, a JSON value with the arguments of the template.
+        """Return the number of characters in a conversation. `conversation`: a JSON value that includes the arguments
+        of the chat template.
 
-        Raise HttpError if this number exceeds the limit or, with `fits_context`, if the conversation is too long for
-        the context.
+        Raise HttpError if the number of characters exceeds the limit or, with `fits_context`, if the conversation is
+        too long for the context.
         """
         count = num_chars(conversation)
         self._check_chars("messages", count, count if fits_context else 0)

@@ -1,4 +1,4 @@
-"""Split the text of a choice into content, reasoning and tool calls, at the end or while the text grows."""
+"""Split the text of a choice into content, reasoning and tool calls. The text may be complete or arrive in parts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def new_call_id(index: int) -> str:
 class ChoiceParser:
     """Parses the growing text of a choice. Without a parser, all text is content.
 
-    `prompt_end`: the end of the prompt, as marked text. `call_id`: returns an id for a tool call to which the model
-    gave no id. `call_id` gets the index of the call in the choice.
+    `prompt_end`: the text of the end of the prompt, with `AnswerParser.marks` in place of some tokens. `call_id`:
+    returns an id for a tool call to which the model gave no id. `call_id` gets the index of the call in the choice.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The paths of requests in metrics and logs. Capabilities, which are secret, are removed from these paths."""
+"""The paths of requests in metrics and logs. Capabilities, which are secret, are removed from the paths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Generation for all endpoints: get samples from a source, and convert the samples to choices, whole or in pieces.
+"""Generation for all endpoints: get samples from a source, and convert each sample to a choice, as a whole or in
+pieces.
 
-An endpoint describes the request with a `Task`, and the format of the answer with a `Form`. The source is the worker,
-or a call of a session.
+An endpoint describes the request with a `Task`, and the format of the answer with a `Form`. The source of samples is
+the worker, or a call of a session.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Piece:
     """A part of a choice: all tokens of the choice, or the tokens since the previous piece.
 
     `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: the
-    position, within the sample, of the piece's first token. `text`: the new text; the text of the latest tokens may
-    follow in a later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens,
-    k], or None. `records`: the columns for `target_token_ids` and `return_sampling_mask`, if requested. `ended`: the
-    finished sample in the last piece of a choice; None in earlier pieces.
+    position, within the sample, of the piece's first token. `text`: the new text; the text of the latest tokens may be
+    in a later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or
+    None. `records`: the columns for `target_token_ids` and `return_sampling_mask`, if requested. `ended`: the finished
+    sample in the last piece of a choice; None in earlier pieces.
     """
 
     position: int
@@ -66,7 +67,7 @@ class Piece:
 
     @property
     def num_entries_by_token(self) -> int:
-        """Number of log-probs per token."""
+        """Number of log-probs per token: the log-prob of the token, and the log-probs of the most probable tokens."""
         return 1 if self.top_token_ids is None else 1 + self.top_token_ids.shape[1]
 
 
@@ -121,9 +122,9 @@ class Task:
 
     `message`: the beginning of the last user message of a conversation, for the page at `/ui`. `marks`: texts that
     stand for some tokens in the text of the answer, see `Texts.decode`. `is_kept`: whether the samples are kept for the
-    page at `/ui`. `keeps_stop`: the text of a sample contains the stop token or stop string that ended it.
-    `request_ids`: ids of the requests to the worker, one for each prompt; None means new ids. `adapter`: the named
-    adapter that draws the samples; None for the base weights.
+    page at `/ui`. `keeps_stop`: whether the text of a sample contains the stop token or stop string that ended the
+    sample. `request_ids`: ids of the requests to the worker, one for each prompt; None means new ids. `adapter`: the
+    named adapter that generates the samples; None for the base weights.
     """
 
     prompts: list[list[int]]
@@ -141,7 +142,7 @@ class Task:
 
 
 class Source(Protocol):
-    """The origin of the samples of a task."""
+    """The source of the samples of a task."""
 
     async def samples(self) -> list[list[SampleOutput]]:
         """Return the samples of each prompt."""
@@ -154,7 +155,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FromWorker:
-    """A request to the worker as a source of samples."""
+    """Gets the samples of a task by a request to the worker."""
 
     client: AsyncRolloutClient
     task: Task
@@ -208,7 +209,7 @@ class Asker:
         return form.whole(pieces, usage)
 
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a streamed task as soon as they are ready."""
+        """Yield the events of a streamed task. Each event is yielded as soon as it is ready."""
         usage = Usage(sum(map(len, task.prompts)))
         choices: defaultdict[tuple[int, int], _Choice] = defaultdict(lambda: _Choice(self._text(task)))
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
@@ -280,8 +281,8 @@ class _Choice:
     `text`: the decoder of the choice's text; None if the stream contains no text.
 
     A sample may restart from its first token, for example on another worker of a fleet after the first worker was lost.
-    The stream continues if the restarted sample has the tokens and log-probs that were already sent. With the same
-    weights, a restarted sample always has the same tokens and log-probs.
+    The stream continues if the restarted sample begins with the tokens and log-probs that were already sent. With the
+    same weights, a restarted sample always has the same tokens and log-probs.
     """
 
     def __init__(self, text: GrowingText | None) -> None:
@@ -290,7 +291,7 @@ class _Choice:
         self._logprobs: list[int] = []  # the bits of the float32 values
 
     def take_unsent(self, delta: SampleDelta) -> Iterator[SampleDelta]:
-        """Yield the unsent tokens of a delta, in parts that can each be written in one step. All yielded tokens count
+        """Yield the unsent tokens of a delta, in parts. Each part can be written in one step. All yielded tokens count
         as sent.
 
         Raise WorkerLostError if the delta differs from the tokens and log-probs that were already sent.
@@ -307,7 +308,7 @@ class _Choice:
             yield from parts_of(_cut(delta, again, len(tokens)))
 
     def text_of(self, part: SampleDelta) -> str:
-        """Return the new text that a part of a delta completes."""
+        """Return the text that becomes known with the tokens of `part`, a part of a delta."""
         return self._text.add(part.token_ids) if self._text else ""
 
     def finish(self, sample: SampleOutput) -> str:
@@ -354,8 +355,8 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
 
     `stop_reason`: the stop string or stop token that ended the choice; None for an end-of-sequence token of the model.
     `weight_versions`: the weight version, start and end of each span of tokens, as in vLLM; missing until the choice
-    has ended. `old_kv`: the spans of tokens that were drawn over KV of older weights, in the same form; missing if
-    there are none.
+    has ended. `old_kv`: the spans of tokens that were drawn over KV of older weights, in the form of `weight_versions`;
+    missing if there are no such spans.
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}
@@ -376,5 +377,5 @@ def named_spans(spans: Iterable[WeightSpan]) -> list[dict[str, Any]]:
 
 
 def told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
-    """Return `[version, start, end]` for each span."""
+    """Return `[version, start, end]` for each `WeightSpan`."""
     return [[span.version, span.start, span.end] for span in spans]

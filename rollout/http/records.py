@@ -1,5 +1,5 @@
 """Records in an answer, besides the log-probs of the generated tokens: log-probs of given tokens, sampling masks,
-routed experts, and records of the prompt. A record has vLLM's format if vLLM has one.
+routed experts, and records of the prompt. If vLLM returns the same record, the record has vLLM's format.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ENTRY_BYTES = 60 + TokenBytes.ID + TokenBytes.TEXT + TokenBytes.NUMBER
 
 
 def told_records(piece: Piece, own: RecordFields) -> dict[str, Any]:
-    """Return the fields of a choice with the records of a piece.
+    """Return the records of a piece as fields of a choice.
 
     `target_logprobs`: float32 [num_tokens, K]. `sampling_mask`: for each token, the ids that could be drawn; an empty
     list means the whole vocabulary. `sampling_mask_log_mass`: float32 [num_tokens]. `routed_experts`: [num_rows,
-    layers, k], in the last piece. Arrays are `Binary`.
+    layers, k], only in the last piece of a choice. Arrays are `Binary`.
     """
     told, found = dict[str, Any](), piece.records
     if "target_logprobs" in found:
@@ -110,8 +110,8 @@ async def prompt_records(
     """Return, for each prompt, the fields `prompt_logprobs`, `prompt_token_id_logprobs`, `prompt_sampling_mask` and
     `prompt_sampling_mask_log_mass` as requested.
 
-    The records include the temperature and the filters of the request. Edits of logits, such as penalties, are left
-    out, because they apply only to drawn tokens.
+    The records are computed with the temperature and the filters of the request. Edits of logits, such as penalties,
+    have no effect on these records, because the edits apply only to drawn tokens.
     """
     if own.prompt_logprobs is None and own.prompt_logprob_token_ids is None and not own.prompt_sampling_mask:
         return [{} for _ in prompts]
@@ -154,10 +154,11 @@ async def _prompt_record(
 def _prompt_rows(
     token_ids: Sequence[int], score: ScoreOutput | None, k: int, name: Callable[[int], str]
 ) -> Iterator[dict[str, Any] | None]:
-    """Yield vLLM's map from token id to log-prob and rank for each token of a prompt; None for the first token.
+    """For each token of a prompt, yield vLLM's map from token id to log-prob and rank. For the first token, yield None.
 
     The map has the `k` most probable tokens and the token of the prompt. If the token of the prompt is not one of the
-    `k`, its rank is not known, and the map has k + 1, the lowest possible rank.
+    `k` most probable tokens, the rank of this token is not known. The map then has the rank k + 1, the smallest number
+    that the rank can be.
     """
     yield None
     if score is None:

@@ -1,4 +1,4 @@
-"""The latest groups of samples that this front end returned. The page at `/ui` shows these groups.
+"""The latest groups of samples that this front end returned, for the page at `/ui`.
 
 Owns: the tokens and log-probs of the kept groups, as arrays, and the images of their prompts. Guarantees that at most
 `MOST_GROUPS` groups and `MOST_BYTES` bytes are kept, for prompts and samples of any length. The oldest groups are
@@ -23,7 +23,7 @@ MOST_BYTES = 64 * 2**20
 MOST_GROUP_BYTES = 8 * 2**20
 """Maximum size of one group, in bytes. Samples beyond this size are not kept."""
 MOST_IMAGE_BYTES = 16 * 2**20
-"""Maximum size of the images of one group, in bytes. Larger images are not kept, but their group is."""
+"""Maximum size of the images of one group, in bytes. Larger images are not kept, but their group is kept."""
 NUMBER_BYTES = 36
 """Memory of a number in the lists of sampling parameters, in bytes."""
 OBJECT_BYTES = 2048
@@ -61,11 +61,12 @@ class KeptGroup:
     """A kept group.
 
     `id`: number of the group, counted from 1. `seconds`: time at which the group finished, in seconds since 1970.
-    `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings and records. `seed`: seed of
-    the request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if
-    clients have no names. `message`: the beginning of the last user message; None if the request is not a conversation
-    or has no user message. `num_images`: number of images in the prompt. `images`: the images; empty if they need more
-    than `MOST_IMAGE_BYTES`. `adapter`: the named adapter that drew the samples; None for the base weights.
+    `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings and records. `seed`: seed of the
+    request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if clients
+    have no names. `message`: the beginning of the last user message; None if the request is not a conversation or has
+    no user message. `num_images`: number of images in the prompt. `images`: the images in the prompt; empty if the
+    images need more than `MOST_IMAGE_BYTES`. `adapter`: the named adapter that generated the samples; None for the base
+    weights.
     """
 
     id: int
@@ -82,13 +83,15 @@ class KeptGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory, in bytes. Images that several groups share count for each of the groups."""
+        """Size of the group in memory, in bytes. An image that several groups share is counted once for each of these
+        groups.
+        """
         size = OBJECT_BYTES + self.prompt.nbytes + NUMBER_BYTES * self.params.num_numbers
         return size + sum(sample.num_bytes for sample in self.samples) + sum(map(num_bytes, self.images))
 
 
 class SampleLog:
-    """The latest groups. `num_bytes`: total size of the groups."""
+    """The latest groups of samples. `num_bytes`: total size of all kept groups, in bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -111,7 +114,7 @@ class SampleLog:
         images: tuple[ImageInput, ...] = (),
         adapter: str | None = None,
     ) -> None:
-        """Keep a finished group, and evict the oldest groups.
+        """Keep a finished group, and evict the oldest groups while the limits are exceeded.
 
         If no sample fits into `MOST_GROUP_BYTES`, the group is not kept.
         """

@@ -2,8 +2,8 @@
 
 Owns: the listening socket, and the client of the worker or the fleet. Guarantees: the front end listens before it
 reports readiness. At a shutdown, open requests get `drain_seconds` to finish. Requests that are still open after
-`drain_seconds` are cut. The front end outlives the worker, and serves a new worker at the same address. If the front
-end is killed, the worker ends the requests of the front end.
+`drain_seconds` are cut. The front end outlives the worker, and connects to a new worker that listens at the same
+address. If the front end is killed, the worker ends the requests of the front end.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
     gets signals.
 
     `keys`: `server_public_key` and `client_key` for the worker. `on_ready`: called with the front end's URL and the
-    model's name. Raise ConfigError for invalid settings, WorkerLostError if there is no worker, ModelError if the model
-    has no tokenizer, and KeyboardInterrupt once a SIGINT has ended the front end.
+    model's name. Raise ConfigError if a setting is invalid, WorkerLostError if there is no worker, ModelError if the
+    model has no tokenizer, and KeyboardInterrupt once a SIGINT has ended the front end.
     """
     clients = clients_of(config)
     members = membership_of(config.address).members()
@@ -139,7 +139,8 @@ async def _answer(
 ) -> bool:
     """Serve until SIGTERM or SIGINT. Return whether there was a SIGINT.
 
-    After the first signal, let requests finish for up to `drain_seconds`. Another SIGINT cuts the requests.
+    After the first signal, give open requests up to `drain_seconds` to finish. A further SIGINT during this time cuts
+    the open requests.
     """
     told = asyncio.Event()
     is_interrupted = False
@@ -184,7 +185,7 @@ def _signals(end: Callable[[bool], None]) -> Iterator[None]:
 
 
 async def _meet(client: AsyncRolloutClient, watch: Watch, config: HttpConfig) -> ServedModel:
-    """Wait until the worker has loaded its model, and return the model."""
+    """Wait until the worker has loaded its model, and return this model as a `ServedModel`."""
     while (health := await client.health()).engine is None:
         await asyncio.sleep(LOOK_SECONDS)
     engine = health.engine

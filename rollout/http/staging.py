@@ -1,10 +1,10 @@
-"""A weight version that the worker stages in one request and commits in a later one.
+"""A weight version that the worker stages in one request and commits in a later request.
 
 Owns: at most one staged version of a chain of deltas, with the publisher that staged it. Promises: a commit serves
 exactly the staged version. If staging or a commit fails, the staged version is dropped, and the worker serves its
 previous weights.
 
-A version that is not committed within `STAGED_SECONDS` is dropped, and its commit is then refused.
+A staged version is dropped if it is not committed within `STAGED_SECONDS`. A later commit of this version is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ after the slowest engine has staged the version.
 
 @dataclass(frozen=True)
 class Pulled:
-    """Version `version` of the chain at `place`. `is_served`: whether the worker served this version when it was
-    recorded. If so, nothing is staged.
+    """Version `version` of the chain at `place`. `is_served`: whether the worker already served this version when this
+    object was created. If `is_served` is true, nothing is staged.
     """
 
     place: str
@@ -39,7 +39,7 @@ class Pulled:
 
 
 class Staging:
-    """The staged version. Callers of its methods hold `lifecycle.push_lock`. `pulled`: the version that was last staged
+    """The staged version. Callers of the methods hold `lifecycle.push_lock`. `pulled`: the version that was last staged
     or committed; None if no version was staged or committed, or if the version was dropped.
     """
 
@@ -66,8 +66,8 @@ class Staging:
     async def commit(self, version: int | None) -> None:
         """Make the worker serve the staged version. No-op if the worker already serves this version.
 
-        `version`: the version that the caller expects; None for any version. The caller must have staged a version.
-        Raise PushError if another version is staged, or if the commit fails.
+        `version`: the version that the caller expects; None means any version. Call this function only after a version
+        was staged. Raise PushError if another version is staged, or if the commit fails.
         """
         pulled = self.pulled
         assert pulled is not None

@@ -138,10 +138,10 @@ class GrowingText:
     """The text of one sample, decoded while tokens arrive. The text ends before the stop token or stop string of the
     sample.
 
-    Concatenated, the returned parts are the text of all tokens, with the exceptions that `Detokenizer` documents. Text
-    is withheld while it may be the beginning of a stop string or of a multi-byte character. The text of a token in
-    `stop_token_ids` is also withheld. `marks`: as in `Texts.decode`. `keeps_stop`: the text ends after the stop token
-    or stop string instead of before it.
+    The concatenation of the returned parts is the text of all tokens, with the exceptions that `Detokenizer` documents.
+    Text is withheld while it may be the beginning of a stop string or of a multi-byte character. The text of a token in
+    `stop_token_ids` is also withheld. `marks`: as in `Texts.decode`. `keeps_stop`: whether the text ends after the stop
+    token or stop string instead of before it.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """Return a text of the whole sample. The text begins with the parts that were already returned. Called if the
-        decoded text of the finished sample does not begin with the parts that were already returned.
+        """Return a text of the whole sample that begins with the parts that were already returned. Called if the text
+        of the finished sample, decoded at once, does not begin with the parts that were already returned.
         """
         held = [] if isinstance(stop, int) and not self._keeps_stop else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
@@ -207,7 +207,9 @@ class GrowingText:
         return stop if self._keeps_stop else ""
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
-        """Return the text that precedes the stop string. The last token of the sample completes the stop string."""
+        """Return the part of `text` that precedes the stop string. The last token of the sample completes the stop
+        string.
+        """
         before = self._decode(token_ids[:-1]).rstrip(REPLACEMENT).translate(self._mark_texts)
         return before_stop(text, stop, max(0, len(before) - len(stop) + 1), self._mark_texts)
 

@@ -1,7 +1,7 @@
 """Small pictures of processed images, for the page at `/ui`.
 
-A picture is made from the pixels that the vision tower reads, not from the file that a client sent. So a file with
-scripts, or a file that attacks a browser's decoder, never reaches a browser.
+A picture is made from the pixels that the vision tower reads, not from the file that a client sent. Therefore, a file
+with scripts, or a file that attacks a browser's decoder, never reaches a browser.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MOST_SIDE = 96
 
 
 def thumbnail(image: ImageInput, tower: TowerSpec, shades: Callable[[np.ndarray], np.ndarray]) -> bytes:
-    """Return a PNG file of the first frame of an image. `shades`: returns the 8-bit shades, uint8 [channels, 256], of a
-    table.
+    """Return a PNG file of the first frame of an image. `shades`: converts the table of an image to 8-bit shades, uint8
+    [channels, 256].
     """
     from PIL import Image
 

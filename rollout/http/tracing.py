@@ -1,9 +1,9 @@
 """ASGI middleware that makes an OpenTelemetry span for each request.
 
 The span of a request is a child of the caller's span, which the headers `traceparent` and `tracestate` name (W3C Trace
-Context). The generations of the request are its children (`rollout.tracing`). The middleware is behind the guard, so a
-client without a key makes no spans. Promises: a span has the route of a path, such as `/v1/models/{name}`, and not the
-path itself, which may contain the id of a session.
+Context). The spans of the request's generations (`rollout.tracing`) are children of the request's span. The middleware
+is behind the guard, so a client without a key makes no spans. Promises: a span contains the route of a path, such as
+`/v1/models/{name}`, instead of the path, which may contain the id of a session.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUTE = "trueroll.route"
 """The key under which `ExactRoute` puts the path of the route into the scope."""
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 MAX_CHARS = 512
-"""A longer `traceparent` or `tracestate` is dropped."""
+"""Maximum length of a `traceparent` or `tracestate`. Longer values are dropped."""
 MAX_MEMBERS = 32
 _MEMBER = re.compile(
     r"([a-z][_0-9a-z*/-]{0,255}|[a-z0-9][_0-9a-z*/-]{0,240}@[a-z][_0-9a-z*/-]{0,13})"

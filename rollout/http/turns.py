@@ -8,7 +8,7 @@ import asyncio
 class Turns:
     """Schedules the steps of all long answers.
 
-    Only one step runs at a time. Answers alternate, and the event loop runs other work between steps.
+    Only one step runs at a time. The answers take turns, and the event loop runs other work between two steps.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Poll the worker once a second. The page at `/ui` shows the results, and `/health` uses the results while the worker
-is slow.
+"""Poll the worker once a second. The page at `/ui` shows the results of the polls, and `/health` uses these results
+while the worker is slow.
 
 Owns: the snapshots of the last hour (`looks`), and the last health report. A look is a snapshot of the worker's state
 and counters. Guarantees: polling never stops because of an error. While the worker does not answer, snapshots have the
@@ -81,15 +81,17 @@ class Watch:
 
     async def adapters(self) -> dict[str, int]:
         """Return the version of each named adapter that the worker serves now. Raise HttpError if the worker does not
-        answer in time. A worker without memory for named adapters is not asked.
+        answer in time. If the worker has no memory for named adapters, return an empty dictionary without asking the
+        worker.
         """
         return dict((await self.now()).adapters) if self._may_have_adapters else {}
 
     async def serves(self, adapter: str) -> bool:
         """Return whether the worker serves a named adapter.
 
-        A recent report that lists the adapter is enough: if the adapter was unloaded since, the worker refuses the
-        request. Otherwise, ask the worker, because the adapter may have been loaded since.
+        If a recent report lists the adapter, do not ask the worker: if the adapter was unloaded after this report, the
+        worker refuses the request. If no recent report lists the adapter, ask the worker, because the adapter may have
+        been loaded after the last report.
         """
         report = self.report()
         return (report is not None and adapter in report[0].adapters) or adapter in await self.adapters()

@@ -1,4 +1,4 @@
-"""JSON in and out: request bodies, answers, and answers streamed as server-sent events.
+"""Read request bodies as JSON, and write answers as JSON, either as a whole or streamed as server-sent events.
 
 Guarantees: request bodies are bounded and strictly valid JSON. Answers keep every bit of a float. Work on an answer is
 cancelled as soon as the client disconnects.
@@ -99,7 +99,7 @@ def _result(steps: Steps) -> dict[str, Any]:
 
 
 def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
-    """Return the JSON object in a body.
+    """Parse a request body, and return its JSON object.
 
     Yields between steps. The cost of the elements is checked before parsing, so that every step of the parser is short.
     """
@@ -200,7 +200,7 @@ class _InParts(Response):
 
 
 def refusing(path: str, why: str) -> Handler:
-    """Return the handler of a path that is refused. `why`: a text with the reason and the alternative."""
+    """Return a handler that refuses every request to `path`. `why`: the reason and the alternative, as a text."""
 
     async def refuse(request: Request) -> Response:
         raise HttpError(400, f"{path}: {why}", code="unsupported_path")
@@ -295,7 +295,7 @@ class _EventStream(Response):
         await send(_body(b"\n\n"))
 
     def _told(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Return the message that sends an event."""
+        """Return the ASGI message that sends an event."""
         return _event(encoded(event), f"event: {event['type']}\n".encode() if self._names_events else b"")
 
 

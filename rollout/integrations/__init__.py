@@ -1,5 +1,5 @@
-"""Adapters for the trainers of other projects. A subpackage works only if the trainer for which it is an adapter is
-installed.
+"""Adapters for the trainers of other projects. Each subpackage is an adapter for one trainer, and works only if this
+trainer is installed.
 
 Owns: the translation of the trainers' settings and hooks into trueroll's settings and calls. Does not own: the client,
 the publisher or the aligned model.

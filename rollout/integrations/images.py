@@ -1,4 +1,4 @@
-"""Convert the images of a trainer's prompts to the form that a worker takes.
+"""Convert the images of a trainer's prompts to the form that a worker accepts.
 
 In a trainer's prompts, each image already has all its placeholders. The trainer preprocesses the PIL images again for
 its own forward pass. Therefore this module preprocesses the images with the trainer's own processor, so that worker and
@@ -43,9 +43,10 @@ class TrainerImages:
     ) -> list[list[ImageInput]]:
         """Return the preprocessed images of each prompt, with their starts.
 
-        `images`: the PIL images of each prompt, in order; None is the same as no images. `options`: further arguments
-        for the processor. Equal images are preprocessed once. Raise InvalidRequestError if an image is not a PIL image,
-        if the processor refuses an image, or if the placeholders of a prompt do not match its images.
+        `images`: for each prompt, its PIL images in order; None or an empty list for a prompt without images.
+        `options`: further arguments for the processor. Equal images are preprocessed once. Raise InvalidRequestError if
+        an image is not a PIL image, if the processor refuses an image, or if the placeholders of a prompt do not match
+        its images.
         """
         made: dict[Any, ImageInput] = {}
         placed = []
@@ -72,7 +73,7 @@ class TrainerImages:
 
 
 def _key(picture: Any) -> Any:
-    """Return a key. If two images have the same key, the processor gives the same result for both."""
+    """Return a key for an image. If two images have the same key, the processor gives the same result for both."""
     Image, _ = pillow()
     if not isinstance(picture, Image.Image):
         raise InvalidRequestError(
@@ -84,8 +85,8 @@ def _key(picture: Any) -> Any:
 
 
 def _placed(name: str, token_ids: np.ndarray, images: Sequence[ImageInput], tower: TowerSpec) -> list[ImageInput]:
-    """Return the images with the starts of their placeholders. The prompt must have no placeholders except the
-    placeholders of these images.
+    """Return the images, each with the position of its first placeholder as its start. The prompt must have no
+    placeholders except the placeholders of these images.
     """
     places = np.flatnonzero(token_ids == tower.placeholder)
     counts = [tower.num_tokens(image.rows, image.columns) for image in images]

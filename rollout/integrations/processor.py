@@ -1,4 +1,4 @@
-"""`QwenProcessor`: a processor of prompts with images that needs Pillow, but not torchvision.
+"""`QwenProcessor`: a processor for prompts with images. `QwenProcessor` needs Pillow, but not torchvision.
 
 The processors in transformers for Qwen3-VL, Qwen3.5 and Qwen2.5-VL also process videos, and therefore need torchvision.
 """

@@ -2,7 +2,7 @@
 
 vLLM's trainers build an engine with `WeightTransferTrainerFactory.trainer_init`, and call its `send_weights` after each
 step. Importing this module registers the backend `trueroll` with the factory. Requires vLLM in the trainer's process;
-the workers do not need it. The interface is that of vLLM 0.29 to 0.32.
+the workers do not need vLLM. The module implements the interface of vLLM 0.29 to 0.32.
 """
 
 # pyright: reportMissingImports=false
@@ -23,9 +23,9 @@ BACKEND = "trueroll"
 
 @dataclass
 class TruerollInitInfo(TrainerInitInfo):
-    """The arguments of `trainer_init`. `publisher`: a publisher that is connected to the workers; only rank 0 needs
-    one. `version`: the version that the workers serve; the first push has the next version, and each later push the
-    version after that. `rank`: this trainer's rank.
+    """The arguments of `trainer_init`. `publisher`: a publisher that is connected to the workers; only rank 0 needs a
+    publisher. `version`: the version that the workers serve; each push increases the version by 1. `rank`: this
+    trainer's rank.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -37,8 +37,9 @@ class TruerollInitInfo(TrainerInitInfo):
 class TruerollTrainerEngine(TrainerWeightTransferEngine):
     """Pushes the weights of a `WeightSource` to trueroll workers. `version`: the version of the last push.
 
-    The engine never uses vLLM's client, because the workers need no phases. Workers serve the old weights until the
-    push is complete. Afterwards, the publisher's `in_flight` determines what happens to running requests.
+    The engine never uses vLLM's client, because trueroll's workers do not divide a weight update into phases. Workers
+    serve the old weights until the push is complete. When the push is complete, the publisher's `in_flight` determines
+    what happens to running requests.
     """
 
     init_info_cls = TruerollInitInfo
@@ -51,7 +52,7 @@ class TruerollTrainerEngine(TrainerWeightTransferEngine):
     def trainer_init(
         cls, init_info: TruerollInitInfo, *, client: Any = None, source: Any = None
     ) -> TruerollTrainerEngine:
-        """Return an engine. Raise ConfigError if the source or, on rank 0, the publisher is missing."""
+        """Return a `TruerollTrainerEngine`. Raise ConfigError if the source or, on rank 0, the publisher is missing."""
         if source is None:
             raise ConfigError("source: is missing; pass a WeightSource, such as vLLM's ModuleSource(model)")
         if init_info.is_sender and init_info.publisher is None:

@@ -160,7 +160,7 @@ class _Server(socketserver.TCPServer):
 
 
 class _Connection:
-    """A client's socket and the thread that answers on it. The thread never closes the socket."""
+    """A client's socket, and the thread that answers the client on this socket. The thread never closes the socket."""
 
     def __init__(self, client: socket, answer: Callable[[], None]) -> None:
         self._client = client
@@ -233,7 +233,7 @@ class SourceMetrics:
 
 
 class WorkerMetrics:
-    """A worker's health and stats as metrics. Durations are not included."""
+    """A worker's health and stats as metrics. The histograms of durations are not included."""
 
     def __init__(self, health: protocol.Health, stats: protocol.Stats) -> None:
         self._health, self._stats = health, stats
@@ -362,8 +362,8 @@ def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:
-    """Yield one series per expert and one series per layer, but no series per (layer, expert) pair. `tokens`: from
-    `expert_tokens`.
+    """Yield one series per expert and one series per layer, but no series per (layer, expert) pair. `tokens`: the
+    result of `expert_tokens`.
     """
     text = "Tokens processed by an expert, over all layers."
     counter = CounterMetricFamily("trueroll_expert_tokens", text, labels=["expert"])

@@ -3,9 +3,9 @@
 A worker identifies its clients in one of three ways:
 
 - An ipc socket needs no keys, because the file system gives access only to the worker's own user.
-- On a loopback TCP port, worker and clients run as the same user, and use the keys in a private file of this user. A
-  TCP port needs keys even on loopback, because any user of the machine can reach the port. The file with the keys is
-  created on first use.
+- On a loopback TCP port, worker and clients run as the same user, and use the keys in a private file of that user. A
+  TCP port needs keys even on loopback, because any user of the machine can reach the port. This private file is created
+  on first use.
 - If `curve_secret_key_file` and `clients_file` are set, each client has a user name and a role. Named clients work with
   any address.
 
@@ -112,7 +112,7 @@ def serve_curve(router: zmq.Socket[bytes], keys: ServerKeys) -> None:
 
 
 def use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Configure a socket to use these keys. Call this function before the socket is connected."""
+    """Configure a client's socket to use `keys`. Call this function before the socket is connected."""
     dealer.set(zmq.CURVE_SERVERKEY, keys.server_public)
     dealer.set(zmq.CURVE_PUBLICKEY, keys.public)
     dealer.set(zmq.CURVE_SECRETKEY, keys.secret)
@@ -137,7 +137,7 @@ def read_clients(path: str) -> dict[str, Client]:
 
 
 def parse_clients(setting: str, path: str, text: str, check_key: Callable[[str, str], None]) -> dict[str, Client]:
-    """Parse the text of a clients file, in the format of `read_clients`. Return a map from keys to clients.
+    """Parse the text of a clients file, in the format that `read_clients` describes. Return a map from keys to clients.
 
     `check_key(where, key)` raises ConfigError if `key` is not a valid key. Raise ConfigError if a line is invalid, a
     key appears twice or there are no clients. Errors name the setting, the file and the line, but never contain the
@@ -171,8 +171,8 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
 def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
     """Return the content of a regular file that belongs to this user or root and that other users cannot read.
 
-    Never blocks on a pipe. Raise ConfigError for a file of any other kind, and for a file of more than `most_bytes`
-    bytes.
+    Does not block if the path is a pipe. Raise ConfigError if the file is not regular, belongs neither to this user nor
+    to root, can be read by other users, or has more than `most_bytes` bytes.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -284,7 +284,9 @@ class _OwnKeys:
 
     @classmethod
     def _create(cls, file: Path) -> None:
-        """Create the file atomically. If another process creates the file at the same time, keep the existing file."""
+        """Create the file atomically. If another process creates the file at the same time, keep the other process's
+        file.
+        """
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
         try:
@@ -307,7 +309,7 @@ def _own_folder() -> Path:
         folder = Path()
     if not folder.is_absolute():
         raise ConfigError(
-            "keys: there is no home folder to keep the keys for tcp addresses; set XDG_CONFIG_HOME, or use an ipc "
+            "keys: there is no home folder to store the keys for tcp addresses; set XDG_CONFIG_HOME, or use an ipc "
             "address"
         )
     return folder / "trueroll"

@@ -73,11 +73,11 @@ class Gate:
     ZMQ provides incomplete information about connections. With each message, ZMQ reports the file descriptor of the
     connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger
     number than all earlier connections. When a connection begins or ends, ZMQ's monitor reports only the descriptor.
-    The monitor reports a new connection before its first message can be received. The monitor reports an ended
-    connection before the descriptor is reused. But messages of an ended connection may stay queued for a long time.
-    Queued messages of an ended connection arrive interleaved with messages of other connections, possibly after the
-    descriptor was reused. Of two connections with the same descriptor, the connection with the larger number is newer.
-    Of all connections with the same descriptor, only the newest can be open. Hence:
+    The monitor reports a new connection before the connection's first message can be received. The monitor reports an
+    ended connection before the connection's descriptor is reused. But messages of an ended connection may stay queued
+    for a long time. Queued messages of an ended connection arrive interleaved with messages of other connections,
+    possibly after the descriptor was reused. Of two connections with the same descriptor, the connection with the
+    larger number is newer. Of all connections with the same descriptor, only the newest can be open. Hence:
 
     - `heard` never returns False for an open connection.
     - `heard` may return True for an ended connection. If `heard` already got a message of the ended connection, `heard`
@@ -127,7 +127,9 @@ class Gate:
         return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
-        """Close TCP connections with too many bytes that are not part of a received message."""
+        """Close the TCP connection of each client that has sent more than `MAX_AHEAD_BYTES` bytes that are not part of
+        a received message.
+        """
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
@@ -255,7 +257,7 @@ class Outboxes:
         return not self._boxes and not self._lost
 
     def takes(self, identity: bytes) -> bool:
-        """Return whether no replies are queued for this client."""
+        """Return True if no replies are queued for this client."""
         return identity not in self._boxes
 
     def is_dropped(self, identity: bytes) -> bool:
@@ -490,7 +492,7 @@ class Router:
         return self._keys.clients[key], int(number)
 
     def takes(self, identity: bytes) -> bool:
-        """Return whether no replies are queued for this client."""
+        """Return True if no replies are queued for this client."""
         return self._outboxes.takes(identity)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
@@ -581,7 +583,7 @@ class _Authenticator(ThreadAuthenticator):
 
 
 def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> ThreadAuthenticator:
-    """Start an authenticator that admits only clients with one of the keys."""
+    """Start an authenticator that admits only clients with a public key in `keys.clients`."""
     authenticator = _Authenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(DOMAIN, credentials_provider=_KnownKeys(keys))

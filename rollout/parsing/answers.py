@@ -1,4 +1,4 @@
-"""The parts of an answer, and the writer that joins them."""
+"""The parts of an answer, and the class `Writer`, which joins the parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Answer:
 
 def make_call(name: Any, arguments: Any, id: str | None = None) -> Call | None:
     """Return a call. Return None if the name is not a printable text, or if the arguments are not a JSON object within
-    `MAX_DEPTH` and `MAX_INTEGER_BITS`. Sessions apply the same bounds to the messages that agents send back.
+    `MAX_DEPTH` and `MAX_INTEGER_BITS`. Sessions apply the bounds `MAX_DEPTH` and `MAX_INTEGER_BITS` also to the
+    messages that agents send back.
     """
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or not isinstance(arguments, dict):
         return None
@@ -83,7 +84,7 @@ def parsed_json(text: str) -> Any:
 
 
 def _json_of(value: Any) -> str:
-    """Return the JSON text of a value. Raise ValueError, TypeError or RecursionError if there is no such text."""
+    """Return the JSON text of a value. Raise ValueError, TypeError or RecursionError if the value has no JSON text."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()  # raises for half of a surrogate pair, which JSON permits and UTF-8 does not
     return text
@@ -120,7 +121,7 @@ class _Part:
             self._space.append(text[len(kept) :])
 
     def separate(self) -> None:
-        """Replace the white space between the text so far and the text that follows by a line break."""
+        """Replace the white space between the earlier text and the next text with a line break."""
         self._space, self._trims, self._joins = [], True, self._has_text
 
     def take(self) -> str:
@@ -133,7 +134,7 @@ class _Part:
 
 
 class Writer:
-    """Collects the parts of an answer, and decides about the white space between them.
+    """Collects the parts of an answer, and drops or replaces the white space between the parts.
 
     White space around the reasoning is dropped. White space at the end of the content is dropped if the answer has
     calls. If reasoning resumes after content, or content after reasoning, a line break joins the two texts of the same
@@ -153,7 +154,7 @@ class Writer:
         return Answer(self.plain(self._content.take()), self.plain(self._reasoning.take()), calls)
 
     def separate(self) -> None:
-        """Begin or end the reasoning, or a message."""
+        """Record that the reasoning or a message begins or ends here."""
         self._content.separate()
         self._reasoning.separate()
 

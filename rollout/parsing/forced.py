@@ -15,8 +15,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def forced_tools(choice: str | dict[str, Any], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools from which `tool_choice` requires the model to call one; an empty list if no call is
-    required.
+    """If `tool_choice` requires a call, return the tools that the model may call; otherwise, return an empty list.
 
     Raise InvalidRequestError if the choice is not supported, or if it names no tool of the request.
     """
@@ -46,7 +45,7 @@ def name_of(tool: Mapping[str, Any]) -> str | None:
 
 
 def forcing(params: SamplingParams, tools: Sequence[Mapping[str, Any]]) -> SamplingParams:
-    """Return a copy of `params` with a grammar that makes a sample one call of one of the tools: a JSON object with
+    """Return a copy of `params` with a grammar that makes each sample one call to one of the tools: a JSON object with
     `name` and `arguments`.
 
     Raise InvalidRequestError if the parameters already have a grammar, or if a tool's schema is not supported.
@@ -81,7 +80,7 @@ def _chosen(choice: Any) -> str | None:
 
 
 def _schema_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of the tools. The schema has the definitions of all tools, so references
+    """Return the JSON schema of a call to one of the tools. The schema has the definitions of all tools, so references
     to them stay valid.
     """
     calls, definitions = list[dict[str, Any]](), dict[str, dict[str, Any]]()

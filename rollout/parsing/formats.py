@@ -24,9 +24,9 @@ class Format:
     """A format of tool calls.
 
     `name`: the format's name in docs/http.md. `signs`: a chat template that contains all of these texts uses the
-    format. `markers`: the texts for which the tokenizer may have tokens. `syntax`: returns the syntax for markers and
-    tools. `reasoning`: the beginning and the end of the format's own reasoning; None if the chat template decides about
-    reasoning.
+    format. `markers`: the texts for which the tokenizer may have tokens. `syntax`: a function that returns the format's
+    syntax for given markers and tools. `reasoning`: the beginning and the end of the format's own reasoning; None if
+    the chat template determines the texts that begin and end the reasoning.
     """
 
     name: str
@@ -63,8 +63,8 @@ def _hermes(markers: Markers, tools: Tools) -> Syntax:
 
 
 def _tagged(markers: Markers, tools: Tools, tags: Tags, opened: str = "") -> Callable[[str], list[Call] | None]:
-    """Return a reader of tagged calls. `opened`: the text that begins both the call and its region; empty if the call
-    begins inside its region.
+    """Return a function that reads a call written in tags. `opened`: the text that begins both the call and its region;
+    empty if the call begins inside its region.
     """
     return lambda text: _one(tagged_call(opened + text, tags, tools, markers.plain))
 
@@ -113,8 +113,9 @@ _GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
 
 
 def _invoked(section: str, prefix: str, kind: str) -> Callable[[Markers, Tools], Syntax]:
-    """Return the syntax of calls in tags `invoke` and `parameter`. `section`: name of the tag around all calls.
-    `prefix`: prefix of the tag names. `kind`: pattern for the attributes after the name of a parameter.
+    """Return the syntax of calls that are written in the tags `invoke` and `parameter`. `section`: name of the tag
+    around all calls. `prefix`: prefix of the tag names. `kind`: pattern for the attributes after the name of a
+    parameter.
     """
 
     def syntax(markers: Markers, tools: Tools) -> Syntax:
@@ -267,7 +268,7 @@ def _json_calls(text: str) -> list[Call] | None:
 
 
 def _object(markers: Markers, tools: Tools) -> Syntax:
-    """Return the syntax of an answer that a grammar forces to be one call, as a JSON object."""
+    """Return the syntax of an answer that a grammar forces to be a JSON object that describes one call."""
 
     def read(text: str) -> list[Call] | None:
         return _one(_object_call(parsed_json("{" + text)))
@@ -317,5 +318,5 @@ FORMATS = (
 
 
 def format_of(chat_template: str) -> Format | None:
-    """Return the format of a chat template; None if it has no known format."""
+    """Return the format of tool calls that a chat template uses; None if the format is unknown."""
     return next((each for each in FORMATS if all(sign in chat_template for sign in each.signs)), None)

@@ -23,7 +23,9 @@ class _Malformed(ValueError):
 
 
 def after_space(text: str, at: int) -> int:
-    """Return the position of the first character from `at` on that is not white space; the length if there is none."""
+    """Return the position of the first character from `at` on that is not white space; the length of the text if there
+    is no such character.
+    """
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()
@@ -36,7 +38,7 @@ class _Reader(ABC):
         self.text, self.at, self._depth = text, 0, 0
 
     def takes(self, literal: str) -> bool:
-        """Skip white space, then `literal`, and return whether it was there."""
+        """Skip white space, then `literal`. Return whether `literal` was found."""
         self.space()
         found = self.text.startswith(literal, self.at)
         self.at += len(literal) if found else 0

@@ -38,8 +38,8 @@ class AnswerParser:
     beginning and the end of the reasoning; None if the answers have no reasoning. `tools`: as in OpenAI's field
     `tools`. Without tools, no answer has calls. `token_ids`: the ids of the added tokens, by text.
 
-    `marks`: the characters that stand for markers in the text of an answer, by token id. All methods take text in which
-    these characters replace the texts of the tokens.
+    `marks`: the characters that stand for markers in the text of an answer, by token id. All methods take marked text,
+    in which these characters replace the texts of the markers.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class AnswerParser:
 def parser_for(model: Vocabulary, tools: Sequence[Mapping[str, Any]], is_forced: bool = False) -> AnswerParser | None:
     """Return the parser for a model's answers to a request with these tools; None if all text is content.
 
-    The chat template decides on the formats of tool calls and of reasoning. As in transformers, this is the template
-    `tool_use` if the request has tools and the model has such a template. `is_forced`: whether a grammar forces the
-    answer to be one call (`FORCED`).
+    The chat template decides on the formats of tool calls and of reasoning. If the request has tools and the model has
+    a template `tool_use`, this template, which transformers also uses in this case, decides on the formats.
+    `is_forced`: whether a grammar forces the answer to be one call (`FORCED`).
     """
     templates = model.chat_templates
     template = templates.get("tool_use" if tools and "tool_use" in templates else "default", "")

@@ -1,4 +1,4 @@
-"""The types of arguments in formats without quotes around texts. The schemas of the request's tools define the
+"""The types of arguments in formats that write texts without quotes. The schemas of the request's tools define the
 types.
 """
 
@@ -45,8 +45,9 @@ class Tools:
         return parameter in self._parameters(name)
 
     def typed(self, name: str, parameter: str, text: str) -> Any:
-        """Return the value of an argument. If the schema allows only texts, the value is the text itself. Otherwise,
-        the text is parsed as JSON; if the schema does not allow the type of the result, the value is the text.
+        """Return the value of an argument. If the schema allows only texts, the value is the text itself. If the schema
+        allows other types, the text is parsed as JSON; if the schema does not allow the type of the parsed value, the
+        value is the text.
         """
         types = types_of(self._parameters(name).get(parameter), self._schemas.get(name, {}))
         return text if types == {"string"} else value_of(text, types)
@@ -57,9 +58,10 @@ class Tools:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows; all types if it does not name them, or if it is malformed.
+    """Return the JSON types that a schema allows; all types if the schema names no types, or is malformed.
 
-    `root`: the schema with the definitions to which `$ref` refers. Other references allow all types.
+    `root`: the schema with the definitions to which `$ref` refers. A `$ref` that refers to nothing in `root` allows all
+    types.
     """
     return _types(schema, root, iter(range(_MAX_SCHEMAS)))
 
@@ -102,7 +104,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _referred(reference: Any, root: Any) -> Any:
-    """Return the schema at a reference such as `#/$defs/A`; None if there is none."""
+    """Return the schema at a reference such as `#/$defs/A`; None if `root` has no schema there."""
     first, *names = reference.split("/", 8) if isinstance(reference, str) else [None]
     for name in names:
         root = root.get(name) if isinstance(root, Mapping) else None
@@ -110,8 +112,8 @@ def _referred(reference: Any, root: Any) -> Any:
 
 
 def value_of(text: str, types: frozenset[str]) -> Any:
-    """Parse a text as a value of one of the types. If this is not possible, return the text. If `types` are not all
-    types, Python's spelling of constants is also accepted.
+    """Parse a text as a value of one of the types. If the text is not a value of one of the types, return the text
+    itself. If `types` does not contain all JSON types, Python's spelling of constants is also accepted.
     """
     word = text.strip()
     if types != ANY:

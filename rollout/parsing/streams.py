@@ -33,8 +33,8 @@ class Region:
     begin and end a quote; empty if the format has no quotes. `escapes`: whether a backslash in a quote escapes the next
     character. `tail`: text that is dropped after the region. `may_lack_end`: whether the end of the answer also ends
     the region. `is_doubtful`: whether an unfinished region at the end of a cut-off answer is content. `begins`: takes a
-    text and the position after the beginning of a possible region, and returns whether this really is a region; None if
-    the decision needs later text.
+    text and the position after the beginning of a possible region, and returns whether the text really begins a region
+    there; None if the decision needs later text.
     """
 
     read: Callable[[str], list[Call] | None]
@@ -73,10 +73,10 @@ class Syntax:
     """The syntax of a format. All texts are marked text.
 
     `reasoning`: the texts that begin and end the reasoning. `after_reasoning`: texts that also end the reasoning, if
-    its end is missing. `regions`: the regions of calls, by the text that begins the region. `section`: the texts that
-    begin and end a section; if `section` is given, regions occur only in sections. `silent`: texts that are dropped
-    from the content. `at_start`: regions that occur only at the start of the content, by the text that begins the
-    region.
+    the text that normally ends the reasoning is missing. `regions`: the regions of calls, by the text that begins the
+    region. `section`: the texts that begin and end a section; if `section` is given, regions occur only in sections.
+    `silent`: texts that are dropped from the content. `at_start`: regions that occur only at the start of the content,
+    by the text that begins the region.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -102,7 +102,7 @@ class Syntax:
 
 
 def begun(text: str, start: int, texts: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text[start:]` with which one of `texts` may begin."""
+    """Return the length of the longest suffix of `text[start:]` that may be the beginning of one of `texts`."""
     most = min(len(text) - start, max(map(len, texts), default=1) - 1)
     return next((n for n in range(most, 0, -1) if any(each.startswith(text[-n:]) for each in texts)), 0)
 
@@ -113,7 +113,7 @@ class Reading(ABC):
 
     A state is a method that parses a part of the text, and returns whether the state has ended. If the state has ended,
     the method has set `_state` to the next state. `add` takes marked text. `finish` takes the finish reason, as in
-    `SampleOutput`. Both methods return the new parts of the answer.
+    `SampleOutput`. `add` and `finish` return the new parts of the answer.
     """
 
     _state: Callable[[], bool]
@@ -293,8 +293,8 @@ class AnswerStream(Reading):
         after this `end` again.
 
         The shortened region counts as a region only if it has calls, and if another region, the end of the section, or
-        the end of the text follows. Otherwise, the first `end` was probably inside quotes, and the shortened region is
-        content.
+        the end of the text follows. If the shortened region does not count as a region, the first `end` was probably
+        inside quotes, and the shortened region is content.
         """
         if not self._retries:
             return self._malformed(text)
@@ -331,7 +331,7 @@ class AnswerStream(Reading):
         return True
 
     def _resume(self) -> None:
-        """Set the state after calls, in which the reasoning may resume."""
+        """Set the state that follows a region of calls. In this state, the reasoning may resume."""
         self._starts, self._state = self._reasoning[:1], self._beginning
 
     def _malformed(self, text: str) -> None:

@@ -41,7 +41,7 @@ class Binaries(NamedTuple):
     found: Sequence[memoryview]
 
     def find(self, code: int, index: bytes) -> memoryview:
-        """Return the binary that an extension replaces. To be passed as `ext_hook` to `msgpack.unpackb`."""
+        """Return the binary that an extension replaces. Pass this method as `ext_hook` to `msgpack.unpackb`."""
         return self.found[index[0]]
 
 

@@ -1,9 +1,9 @@
 """Encoding and decoding of messages, conversion of the engine's results to messages, and assembly of samples from
 deltas.
 
-A message is one frame: a MessagePack map with `version`, `type` and the fields of the type. Every received frame is
-decoded by `from_client` or `from_worker`, which reject missing, unknown, mistyped and out-of-range fields. So all
-modules except `codec` get only valid messages.
+A message is one frame: a MessagePack map with `version`, `type` and the fields of this type of message. Every received
+frame is decoded by `from_client` or `from_worker`, which reject missing, unknown, mistyped and out-of-range fields. So
+all modules except `codec` get only valid messages.
 
 Arrays are raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts. Only
 this module maps the columns of `engine.request` to message fields.
@@ -105,7 +105,7 @@ def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
     """Decode a client's frame.
 
     Raise ProtocolError if the frame is invalid or exceeds a limit: `max_elements` elements in total, `MAX_FIELDS`
-    fields in a map, or a nesting of `MAX_DEPTH`. The limits keep the cost of decoding proportional to the size of the
+    fields in a map, or `MAX_DEPTH` nested levels. The limits keep the cost of decoding proportional to the size of the
     frame. Raise InvalidRequestError if sampling parameters are invalid.
     """
     return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
@@ -127,8 +127,8 @@ def from_worker(frame: bytes | memoryview) -> FromWorker:
 def _unpack(
     frame: bytes | memoryview, max_elements: int, max_fields: int, binaries: Binaries | None = None
 ) -> dict[str, Any]:
-    """Return the fields of a frame, without checking them. `binaries`: the binaries for which extensions in the frame
-    stand. Raise ProtocolError if the frame cannot be decoded or exceeds a limit.
+    """Return the fields of a frame, without checking them. `binaries`: the long binaries that extensions in the frame
+    replace. Raise ProtocolError if the frame cannot be decoded or exceeds a limit.
     """
     count = _element_counter(max_elements)
     try:
@@ -267,7 +267,7 @@ def widths_of(message: Carrier) -> Widths:
 
 
 def fields_of(content: Mapping[Column, bytes], widths: Widths) -> dict[str, Any]:
-    """Convert columns to message fields. `content`: columns as bytes."""
+    """Convert columns to message fields. `content`: each column as bytes."""
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     kept = {_KEPT_FIELDS[column.name]: content[column] for column in KEPT if column in content}
     return {
@@ -303,8 +303,8 @@ _BOOLEANS = frozenset((bool, np.bool_))
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
     """Return token ids as the protocol's int32 array.
 
-    Python and numpy integers are accepted. All other values raise InvalidRequestError, which names `field`. Booleans
-    are also refused, because numpy would convert them to 0 and 1.
+    Python and numpy integers are accepted. For all other values, raise InvalidRequestError, which names `field`.
+    Booleans are also refused, because numpy would convert them to 0 and 1.
     """
     if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
         if not _BOOLEANS.isdisjoint(kinds):
@@ -491,7 +491,7 @@ class Growth:
         return start + 1 + bisect_right(ends, most, key=lambda end: sum(self._sizes(end).values()))
 
     def _sizes(self, num_tokens: int) -> dict[Column, int]:
-        """Return how many bytes the first `num_tokens` tokens have in each column."""
+        """Return the number of bytes in each column for the first `num_tokens` tokens."""
         of_ids = _ID_BYTES * self._ids_before[min(num_tokens, len(self._ids_before) - 1)]
         sizes = (
             (column, of_ids if column.counts else column.num_bytes(self._listed) * num_tokens)
@@ -500,7 +500,9 @@ class Growth:
         return dict(sizes)
 
     def _count_ids(self) -> None:
-        """Extend `_ids_before`, the number of kept ids before each token, to all tokens with kept sets."""
+        """Extend `_ids_before`, which has the number of kept ids before each token, to all tokens for which the delta
+        lists kept ids.
+        """
         known = _ID_BYTES * (len(self._ids_before) - 1)
         counts = np.frombuffer(bytes(self._columns.get(KEPT[0], b"")[known:]), "<i4")
         self._ids_before.frombytes((self._ids_before[-1] + counts.cumsum(dtype=np.int64)).tobytes())

@@ -1,8 +1,9 @@
 """Images in messages: a request names its images, and the worker asks for the pixels that it lacks.
 
-A request contains an `ImageRef` for each image: the position in the prompt, the size, and a hash of the content. If the
-worker lacks the content, it sends a `NeedImage` for each part of the content, and the client answers each `NeedImage`
-with a `PutImage`. So a repeated image costs only the bytes of its `ImageRef`, and no message is large.
+A request contains an `ImageRef` for each image: the image's position in the prompt, its size, and a hash of its
+content. If the worker lacks an image's content, it sends a `NeedImage` for each part of the content, and the client
+answers each `NeedImage` with a `PutImage`. So a repeated image costs only the bytes of its `ImageRef`, and no message
+is large.
 
 The content of an image is its float32 table, followed by its uint8 levels (see `ImageInput`).
 """
@@ -98,5 +99,5 @@ def image_of(ref: ImageRef, content: bytearray, tower: Tower) -> ImageInput:
 
 
 def content_of_images(images: Sequence[ImageRef]) -> bytes:
-    """Return bytes that identify the images of a prompt; empty without images."""
+    """Return bytes that identify the images of a prompt; empty if the prompt has no images."""
     return b"".join(image.content_hash for image in images)

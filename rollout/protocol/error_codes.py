@@ -1,7 +1,7 @@
 """The mapping between error codes on the wire and exception classes.
 
-A worker sends the `code`, text, field, value and limit of an error. The client raises the exception class of that code.
-So the same `except` clause works for an engine in the caller's process and for a remote worker.
+A worker sends the `code`, text, field, value and limit of an error. The client raises the exception class that belongs
+to the received code. So the same `except` clause works for an engine in the caller's process and for a remote worker.
 """
 
 from __future__ import annotations

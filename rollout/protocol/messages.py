@@ -63,7 +63,7 @@ def _is_whole_words(data: bytes) -> bytes:
 
 
 def _accept_shared(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Accept a memoryview without validation: only `from_worker` makes one."""
+    """Accept a memoryview without validation, because only `from_worker` creates memoryviews."""
     return value if isinstance(value, memoryview) else validate(value)
 
 
@@ -85,8 +85,8 @@ class _Request(Message):
     - `min_weight_version`: minimum weight version at which the request may begin. Without `wait_for_weights`, a worker
       with older weights answers with the error `stale_weights`.
     - `wait_for_weights`: do not begin before a push brings weights of the minimum version
-    - `adapter`: the named adapter to use; None for the base weights. `min_weight_version` is then a version of the
-      adapter.
+    - `adapter`: the named adapter to use; None for the base weights. If `adapter` is given, `min_weight_version` is a
+      version of the adapter.
     """
 
     adapter: AdapterName | None = None
@@ -423,8 +423,8 @@ class Deltas(Message):
 
 
 class Done(Message):
-    """The terminal reply to `Generate`, after all its samples. `params`: the parameters that the worker used, including
-    the seed.
+    """The terminal reply to `Generate`, which the worker sends after the last sample of the request. `params`: the
+    parameters that the worker used, including the seed.
     """
 
     type: Literal["done"] = "done"

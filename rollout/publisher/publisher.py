@@ -1,5 +1,5 @@
 """The trainer's side: `WeightPublisher` pushes weights to workers. No worker commits weights before all workers have
-verified them.
+verified the weights.
 
 - `WorkerClients` owns the clients, one for each worker. All clients share one event loop on a separate thread. Every
   push begins with a greeting to each worker. The class remembers which workers did not reply to the last greeting. A
@@ -287,23 +287,24 @@ class WeightPublisher:
     - `folder`: for `disk` and `delta`, the folder for pushes. Each push creates a subfolder and removes the subfolders
       of older pushes. With `delta`, the subfolders from the second-to-last full checkpoint on are kept. A new folder
       gets mode 0700; an existing folder keeps its mode.
-    - `full_every`: for `delta`, one in every `full_every` pushes writes a full checkpoint, with which a new or late
-      worker begins. The trainer keeps a copy of the weights.
+    - `full_every`: for `delta`, one in every `full_every` pushes writes a full checkpoint, from which a new or late
+      worker starts. With `delta`, the trainer keeps a copy of the weights.
     - `host`: for `collective` and `relay`, the address at which workers reach this machine, by default 127.0.0.1. The
-      traffic is neither encrypted nor authenticated.
+      traffic of `collective` and `relay` is neither encrypted nor authenticated.
     - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. With
       `sparse`, the trainer keeps a copy of the weights.
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
       `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests, which then return
       the tokens that they have so far. `keep` continues the requests with the new weights over the KV of the old
       weights; `SampleOutput.old_kv` lists the tokens that are drawn over old KV. The promise of equal bits does not
-      cover these tokens. A worker with an unfinished request that sets `one_version` refuses a push with `keep`.
+      cover tokens that are drawn over old KV. A worker with an unfinished request that sets `one_version` refuses a
+      push with `keep`.
     - `in_place`: workers overwrite the weights that they serve, and so need no memory for a second copy. After a failed
       `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.
     - `on_lost`: what the publisher does if a worker does not answer, or is still loading its model, when a push begins.
-      `raise` fails the push. `skip` pushes without the unavailable worker; later pushes include this worker once it
-      answers again. With `skip`, a push also continues without a worker that is lost during the push, except with
+      With `raise`, the push fails. `skip` pushes without the unavailable worker; later pushes include this worker once
+      it answers again. With `skip`, a push also continues without a worker that is lost during the push, except with
       `collective`, and except if workers share the memory of pushed weights.
     - `server_public_key`, `client_key`: see `RolloutClient`. The client with the key `client_key` needs the role
       `control`.
@@ -364,21 +365,21 @@ class WeightPublisher:
         """Addresses of workers that were lost during the current push to a fleet."""
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Set the workers for all following pushes. Sends nothing yet."""
+        """Set the workers for all following pushes. Sends nothing to the workers."""
         workers = WorkerClients(addresses, self._settings.timeout, self._keys, self._on_lost == "skip")
         self._disconnect()
         self._workers = workers
 
     def connect_fleet(self, fleet: FleetArg) -> None:
-        """Set the fleet for all following pushes. Sends nothing yet.
+        """Set the fleet for all following pushes. Sends nothing to the workers.
 
         Each push includes the workers that serve when the push begins. If no worker serves, the push includes the
         joining workers. `fleet`: a `Fleet`, its file, or addresses of workers.
 
         If a worker is lost during a push, the push continues without the lost worker. With `collective`, and if workers
-        share the memory of pushed weights, the push is repeated instead, unless the tensors came from an iterator or
-        are sharded. If a worker lacks the base weights for an adapters-only push, the push is repeated with the base
-        weights. Workers that join later, including replacements of lost workers, get the weights from the
+        share the memory of pushed weights, the push is repeated without the lost worker, unless the tensors came from
+        an iterator or are sharded. If a worker lacks the base weights for an adapters-only push, the push is repeated
+        with the base weights. Workers that join later, including replacements of lost workers, get the weights from the
         fleet.
         """
         membership = membership_of(fleet)
@@ -413,9 +414,10 @@ class WeightPublisher:
           already have the other weights of the model, from the checkpoint or from a push without `adapters`. Checksums
           verify the weights that are not sent, but do not detect that a frozen weight was changed through `.data`.
         - `adapter`: a name for the LoRA adapter; only together with `adapters`. The workers keep serving the base
-          weights and other named adapters, and serve this adapter to requests that choose its name. `version` is then
-          the version of this adapter, which is independent of the versions of the base weights and of other adapters.
-          The workers need `adapter_bytes`. In a fleet, workers that join later do not get the adapter.
+          weights and other named adapters, and serve this adapter to requests that choose its name. With `adapter`,
+          `version` is the version of this adapter, which is independent of the versions of the base weights and of
+          other adapters. The workers need the setting `adapter_bytes`. In a fleet, workers that join later do not get
+          the adapter.
 
         The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
@@ -449,7 +451,7 @@ class WeightPublisher:
         return [address for address, reply in replies if self._is_stale(address, reply)]
 
     def restore(self, tensors: Tensors) -> PushResult | None:
-        """Repeat the last push, with the same version, for the workers that do not serve its weights.
+        """Repeat the last push, with the same version, for the workers that do not serve the last push.
 
         Workers that serve the last push are not affected. If a worker does not answer, `on_lost` decides whether the
         call fails or leaves the worker out. `tensors`: see `push`. The caller must pass the same weights as in the last
@@ -463,9 +465,9 @@ class WeightPublisher:
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
-        """Push the folder of an earlier `disk` push to the workers that do not serve its weights, such as restarted
-        workers. Workers that already serve the folder's weights are not affected. Return None if all workers already
-        serve the folder's weights. `allow_older` and errors: see `push`.
+        """Push the folder of an earlier `disk` push to the workers that do not serve the folder's weights, such as
+        restarted workers. Workers that already serve the folder's weights are not affected. Return None if all workers
+        already serve the folder's weights. `allow_older` and errors: see `push`.
         """
         path = Path(folder).absolute()
         manifest = read_manifest(path)
@@ -485,20 +487,20 @@ class WeightPublisher:
         staged version, which the caller commits or aborts.
 
         Each worker reads the chain itself: the deltas since the version that it serves, or a full checkpoint and the
-        deltas after it. No trainer is needed. The chain may come from `push` with the transport `delta`, from slime or
-        from SkyRL.
+        deltas after the checkpoint. `pull` needs no trainer. The chain may come from `push` with the transport `delta`,
+        from slime or from SkyRL.
 
         - `source`: a folder, or a URL for fsspec such as s3://bucket/run, with subfolders such as `weight_v000123`.
           This process and every worker must be able to read the source. A worker reads a URL only if its `push_urls`
           allow it.
         - `allow_older`: see `push`.
-        - `reads_chain`: if False, only the workers read the chain, not this process. Only for chains of slime and
-          SkyRL.
+        - `reads_chain`: if False, only the workers read the chain, not this process. `reads_chain` may be False only
+          for chains of slime and SkyRL.
 
-        Workers that already serve this push are not affected. The chains of slime and SkyRL have no push ids. With such
-        a chain, a worker that already serves `version` refuses the push, because the version is not newer. Raise
-        PushError if the chain does not lead to `version`, or if a worker has not staged the version; all workers then
-        keep their weights.
+        Workers that already serve the push of version `version` are not affected. The chains of slime and SkyRL have no
+        push ids. With such a chain, a worker that already serves `version` refuses the push, because the version is not
+        newer. Raise PushError if the chain does not lead to `version`, or if a worker has not staged the version; all
+        workers then keep their weights.
         """
         version = _checked_version(version)
         place = str(source) if is_url(str(source)) else str(Path(source).absolute())
@@ -726,7 +728,9 @@ def _checked_version(version: int) -> int:
 
 
 def _index_of(place: str, version: int) -> Index:
-    """Return the content of a folder of a chain. Raise PushError if this process cannot read the folder."""
+    """Return the content of the folder with version `version` in the chain at `place`. Raise PushError if this process
+    cannot read the folder.
+    """
     chain = RemotePlace(place) if is_url(place) else OwnPlace(Path(place))
     return read_index(chain, version, max_header_bytes(MOST_TENSORS))
 

@@ -19,8 +19,9 @@ class Staged:
     """Version `version`, which every worker of a publisher has read and verified, but does not serve yet.
 
     Until the commit, the workers generate with their old weights. Call `commit` or `abort` within the publisher's
-    `timeout`, and before any other call to the publisher. Otherwise, the workers drop the staged weights. As a context
-    manager, `Staged` aborts at the end of the context unless it was committed. `left_out`: addresses of lost workers.
+    `timeout`, and before any other call to the publisher. If neither method is called in time, or another call comes
+    first, the workers drop the staged weights. As a context manager, `Staged` aborts at the end of the context unless
+    it was committed. `left_out`: addresses of lost workers.
     """
 
     def __init__(
@@ -31,8 +32,8 @@ class Staged:
         self._committed = committed
 
     def commit(self) -> PushResult:
-        """Make every worker serve the version. Return the result of the push, in which the number of bytes is not
-        counted.
+        """Make every worker serve the version. Return the result of the push. The result does not count the transferred
+        bytes.
 
         Raise PushError if a worker has not committed the version, and ConfigError after an earlier call of `commit` or
         `abort`.
@@ -43,7 +44,7 @@ class Staged:
         return self._committed(result_of(transaction, 0, pause, is_sparse=False))
 
     def abort(self) -> None:
-        """Make every worker drop the version. The workers keep their old weights. Without effect after `commit`."""
+        """Make every worker drop the version. The workers keep their old weights. No-op after `commit`."""
         if (transaction := self._take()) is not None:
             transaction.abort()
 

@@ -38,8 +38,8 @@ class Parser(Protocol):
     """Finds reasoning and tool calls in an answer."""
 
     def whole(self, token_ids: Sequence[int], text: str, finish_reason: str) -> Parsed:
-        """Parse a whole answer. `token_ids`: without the token that ended the answer. `text`: without special tokens,
-        and without the string that ended the answer.
+        """Parse a whole answer. `token_ids`: the answer's tokens, without the token that ended the answer. `text`: the
+        answer's text, without special tokens and without the string that ended the answer.
         """
         ...
 
@@ -83,7 +83,7 @@ def read_answer(
 
     `parser`: None means the parser for the model's chat template. If the parts that any other parser returns are not a
     valid message, the whole answer is content. `prompt`: the token ids of the sample's prompt. `seed`: the seed of the
-    request, from which the ids of tool calls are derived if the model did not write them.
+    request, from which the ids of tool calls are derived if the model wrote no ids.
     """
     if parser is None:
         return _parsed(sample, texts, settings, prompt, seed)
@@ -138,7 +138,7 @@ def _text_of(sample: SampleOutput, texts: TextModel, marks: Mapping[int, str]) -
 
 
 def told_message(message: Message) -> dict[str, Any]:
-    """Return a message that the model drew in OpenAI's form, with the arguments of tool calls as JSON texts."""
+    """Convert a message that the model drew to OpenAI's form, with the arguments of tool calls as JSON texts."""
     content, calls = message.fields["content"], message.calls
     told: dict[str, Any] = dict(role=message.role, content=content or (None if calls else ""))
     if message.reasoning:

@@ -30,9 +30,9 @@ class SessionTurn:
     """A drawn message of a sample.
 
     `node`: id of the message. `start`, `end`: the tokens of the message are the sample's tokens [start, end).
-    `is_trained`: whether the sample's mask includes any of these tokens. The mask then includes all of them, or only
-    the token that ended the message, if an earlier sample has the message without this token. `finish_reason`, `seed`:
-    from the worker's sample. `reward`: the reward that the agent attached to the node.
+    `is_trained`: whether the sample's mask includes any of these tokens. If `is_trained` is true, the mask includes all
+    tokens of the message, or only the token that ended the message, if an earlier sample has the message without this
+    token. `finish_reason`, `seed`: from the worker's sample. `reward`: the reward that the agent attached to the node.
     """
 
     node: str
@@ -155,8 +155,8 @@ def tokens_until(nodes: Sequence[Node]) -> list[int]:
 
 
 def add_opening(token_ids: list[int], opening: Opening) -> None:
-    """Append an opening to `token_ids`, which end with a drawn node. The result is the prompt of the next drawn
-    node.
+    """Append an opening to `token_ids`, which end with the tokens of a drawn node. The result is the prompt of the next
+    drawn node.
     """
     if opening.dropped:
         token_ids.pop()

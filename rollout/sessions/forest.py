@@ -1,21 +1,21 @@
 """The record of a session: a forest of messages, in which each path from a root is a conversation.
 
-Owns: the nodes, which conversation a request continues, the seeds of drawn nodes, and the bounds of a session. A node
-is one message, given by the agent or drawn by the model. Conversations with different template arguments, such as
-different tools, have different roots. A drawn node keeps the tokens of its opening, and its sample.
+Owns: the nodes, the choice of the conversation that a request continues, the seeds of drawn nodes, and the bounds of a
+session. A node is one message, given by the agent or drawn by the model. Conversations with different template
+arguments, such as different tools, have different roots. A drawn node stores the tokens of its opening, and its sample.
 
 Promises:
 
 - A request continues the deepest node for which the messages on the node's path are a prefix of the request's messages.
-  If there are several such nodes, for example because the model drew the same text twice, the request continues the
-  node that its message names. If the message names none of these nodes, the request continues the drawn node that was
-  added last.
+  If several nodes match, for example because the model drew the same text twice, the request continues the node that
+  the request's message names. If the message names none of the matching nodes, the request continues the drawn node
+  that was added last.
 - A drawn node is added together with the given messages before it.
 - Every leaf is a drawn node.
 - The seed of a drawn node depends only on the session's seed, the given messages on its path, and the ordinals of the
-  drawn nodes on its path. A place is the end of a conversation, where an answer is drawn. The ordinal numbers the nodes
-  that are drawn at the same place. If a call fails, its ordinal is used again. The same calls therefore have the same
-  seeds.
+  drawn nodes on its path. A place is the end of a conversation, where an answer is drawn. The ordinal of a drawn node
+  is its number among the nodes that are drawn at the same place. If a call fails, its ordinal becomes free for a later
+  call. If the calls of a session are repeated with the same session seed, they therefore get the same seeds.
 
 Does not own: rendering (`templates`) and the calls to the worker (`session`). Thread-safe.
 """
@@ -64,7 +64,7 @@ class Drawn:
 
     @property
     def kept_len(self) -> int:
-        """The number of tokens of the prompt before the opening."""
+        """The number of prompt tokens before the opening."""
         return self.prompt_len - len(self.opening.token_ids)
 
     @property
@@ -147,7 +147,8 @@ class Forest:
         return self._nodes[id]
 
     def find(self, root: str, messages: Sequence[Message]) -> tuple[Node, int]:
-        """Return the node that a conversation continues, and the number of messages that the session already has.
+        """Return the node that a conversation continues, and the number of the conversation's messages that the session
+        already has.
 
         `root`: the arguments of the template as a JSON text.
         """
@@ -164,7 +165,7 @@ class Forest:
             return max(found, key=lambda node: (node.drawn is not None, node.number)), depth
 
     def recorded(self, call_digest: bytes) -> Node | None:
-        """Return the newest node that was drawn for a request, or None."""
+        """Return the newest node that a call with this digest has drawn; None if there is no such node."""
         return self._by_call.get(call_digest)
 
     def reserve(self, place: bytes, num_new: int) -> int:
@@ -239,8 +240,8 @@ class Forest:
         return self._add(parent, message, _after(parent.digest, message), None)
 
     def _shared(self, params: SamplingParams) -> SamplingParams:
-        """If an earlier node has equal parameters, return the earlier object, so that nodes share it. Otherwise,
-        remember `params` and return it.
+        """If an earlier node has equal parameters, return the earlier object, so that nodes share it. If no earlier
+        node has equal parameters, remember and return `params`.
         """
         if params not in self._params:
             self._params[params] = params
@@ -296,7 +297,7 @@ def id_at(place: bytes, ordinal: int) -> str:
 
 
 def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
-    """Return a digest of 16 bytes of a node's path. `kind` and `content` describe the last step of the path."""
+    """Return a 16-byte digest of a node's path. `kind` and `content` describe the last step of the path."""
     return hashlib.blake2b(before + len(kind).to_bytes(1, "little") + kind + content, digest_size=16).digest()
 
 

@@ -3,10 +3,11 @@
 Owns: the comparison of messages. A message consists of `role`, `content`, `reasoning_content`, `tool_calls` and all
 other fields that are neither empty nor added by servers and client libraries. Absent fields, None, "", [] and {} are
 equal. The arguments of a tool call are compared as parsed JSON, in which 1.0 and 1 are equal. A received message may
-lack reasoning or the ids of tool calls, because many agents drop them. Reasoning and ids that are given must be equal.
+lack reasoning or the ids of tool calls, because many agents drop them. Reasoning and ids that a received message
+contains must equal the reasoning and ids of the stored message.
 
-Does not own: how a message is rendered. Promises: no conversation exceeds the bounds below, which include the values in
-the JSON texts of arguments, and each message consists only of JSON values.
+Does not own: how a message is rendered. Promises: no conversation exceeds the bounds of this module, which include the
+values in the JSON texts of arguments, and each message consists only of JSON values.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def as_key(value: Any) -> str:
 
 
 def _with_equal_numbers(value: Any) -> Any:
-    """Return a JSON value with an integer in place of each equal float. JavaScript writes 1.0 as 1."""
+    """Return a JSON value with an integer in place of each equal float. This makes equal numbers comparable as text:
+    JavaScript, for example, writes 1.0 as 1.
+    """
     if isinstance(value, dict):
         return {name: _with_equal_numbers(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -140,8 +143,8 @@ def read_messages(messages: Any, tools: Any = ()) -> list[Message]:
 
 
 def drawn_message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Message:
-    """Return the message of an answer. The bounds of a conversation on characters and values do not apply, because the
-    tokens of the answer bound both.
+    """Return the message of an answer. The bounds on the characters and values of a conversation do not apply, because
+    the tokens of the answer bound both.
     """
     fields = dict(role="assistant", content=content, reasoning_content=reasoning, tool_calls=calls)
     return _read("answer", fields, _Bounds(has_size=False))
@@ -186,7 +189,7 @@ def _read(where: str, given: Any, bounds: _Bounds) -> Message:
 
 
 def _text(where: str, content: Any) -> str:
-    """Return content as one text. The texts of several parts are joined by line breaks."""
+    """Return the content of a message as one text. The texts of several parts are joined by line breaks."""
     if isinstance(content, str):
         return content
     texts = []

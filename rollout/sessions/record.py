@@ -2,12 +2,14 @@
 
 A record has one JSON value in each line. The first line describes the session. Each other line is a request and its
 answer: the earlier answer that the prompt continues (the parent), the new tokens of the prompt, all sampling parameters
-with the seed, and everything that the worker returned. A line has only the tokens that follow the parent, so the size
-of a record is proportional to the number of tokens in the session, not to the total length of all prompts.
+with the seed, and everything that the worker returned. A line has only the prompt tokens after the tokens of the
+parent, so the size of a record is proportional to the number of tokens in the session, not to the total length of all
+prompts.
 
 Owns: the format, and the bounds on a record. A record contains no texts of messages. A record also omits `cache_salt`,
-because a cache salt changes no bit of a sample. Promises: every record that is written can be read. The bytes, elements
-and nesting of a line are bounded before the line is parsed, and the elements of the whole record are bounded, too.
+because a cache salt changes no bit of a sample. Promises: `read_record` can read every record that `write_record`
+returns. The bytes, elements and nesting of a line are bounded before the line is parsed, and the elements of the whole
+record are bounded, too.
 """
 
 from __future__ import annotations
@@ -122,8 +124,8 @@ class RecordedRequest:
 
 @dataclass(frozen=True)
 class Record:
-    """A session. `model`: the name of its model. `seed`: the seed of the session. `requests`: the requests, in the
-    order in which their answers were added to the session.
+    """A session. `model`: the name of the session's model. `seed`: the seed of the session. `requests`: the requests,
+    in the order in which their answers were added to the session.
     """
 
     model: str

@@ -11,13 +11,13 @@ Promises:
   draw several answers, with different seeds. A call waits for another call only if it is a retry of the other call, or
   if both calls are large, because large calls are read one at a time.
 - A retry is a call with `is_retry` and the same messages, tools and parameters as an earlier call. If the earlier call
-  is still running, the retry waits for its answer. If several such calls are running, the retry waits for the call with
-  the fewest callers. If the earlier call was cancelled but has not ended yet, the retry waits until the call has ended,
-  and then draws the answer with the same seed. If several retries wait for the same cancelled call, one of them draws
-  the answer for all. In all other cases, the retry returns the newest recorded answer.
+  is still running, the retry waits for its answer. If several equal calls are running, the retry waits for the call
+  with the fewest callers. If the earlier call was cancelled but has not ended yet, the retry waits until the call has
+  ended, and then draws the answer with the same seed. If several retries wait for the same cancelled call, one of them
+  draws the answer for all. A retry that has no call to wait for returns the newest recorded answer.
 - A call that runs for several callers is cancelled when all callers are cancelled. A call adds a node when its first
-  caller gets the answer. If all callers are cancelled before this, or if the call raises an error, the call adds
-  nothing to the session.
+  caller gets the answer. If all callers are cancelled before one of them gets the answer, or if the call raises an
+  error, the call adds nothing to the session.
 - A caller may read the drawn tokens as they arrive. All callers of a call get the same tokens.
 """
 
@@ -79,12 +79,12 @@ processor time, because over HTTP the message becomes events.
 class Answer:
     """The answer to a call of `chat`.
 
-    `message`: in OpenAI's form, to append to the messages of the next call. The message has a field `session_node`,
-    which distinguishes equal answers; the agent may drop this field. `node`: id of the answer in the session.
-    `finish_reason`: `stop`, `tool_calls` or `length`. `num_continued`: number of messages of the call up to and
-    including the session's last answer among them; 0 if the call begins a conversation. `prompt_token_ids`: the prompt
-    that the worker got. `sample`: the sample that the worker returned, with read-only arrays. The rows of its
-    `routed_experts` continue the rows of the previous answer.
+    `message`: the answer in OpenAI's form, which the agent appends to the messages of its next call. The message has a
+    field `session_node`, which distinguishes equal answers; the agent may drop this field. `node`: id of the answer in
+    the session. `finish_reason`: `stop`, `tool_calls` or `length`. `num_continued`: the number of messages in the call
+    up to and including the last message that is an answer of the session; 0 if the call begins a conversation.
+    `prompt_token_ids`: the prompt that the worker got. `sample`: the sample that the worker returned, with read-only
+    arrays. The rows of its `routed_experts` continue the rows of the previous answer.
     """
 
     message: dict[str, Any]
@@ -174,7 +174,7 @@ class Asked:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the answer was recorded before."""
+        """Whether the answer was recorded by an earlier call."""
         return self._run is None
 
     async def deltas(self) -> AsyncGenerator[SampleDelta, None]:
@@ -192,15 +192,16 @@ class Asked:
 
 
 class AsyncSession:
-    """A session of an agent, for code with an event loop. All calls must be made on the loop of `client`.
+    """A session of an agent, for code with an event loop. All calls must be made on the event loop of `client`.
 
     - `client`: an `AsyncRolloutClient` or an `AsyncFleetClient`. If the client has a tracer, each call of the session
       also has a span.
     - `texts`: the model's tokenizer and chat template, `TextModel(model)`. Many sessions may share a `TextModel`.
-    - `seed`: seed of the session. The same calls in a session with the same seed draw the same samples, unless the chat
-      template writes the time. None: random.
-    - `sampling`: the parameters of all calls, without `n` and `seed`. None: the defaults, without a limit of tokens.
-    - `parser`: finds reasoning and tool calls in answers. None: the parser for the model's chat template.
+    - `seed`: seed of the session; None for a random seed. The same calls in a session with the same seed draw the same
+      samples, unless the chat template writes the time.
+    - `sampling`: the sampling parameters of all calls, without `n` and `seed`; None for the default parameters, without
+      a limit on tokens
+    - `parser`: finds reasoning and tool calls in answers; None for the parser that fits the model's chat template
     - `max_nodes`, `max_bytes`: `max_nodes` bounds the number of messages. `max_bytes` bounds the memory of the session,
       and separately the memory of its samples
     """
@@ -245,9 +246,9 @@ class AsyncSession:
           keep their tokens. If the history differs from all conversations of the session, a new branch begins.
         - `tools`, `chat_template_kwargs`: arguments of the chat template
         - `tool_choice`: `none` for an answer without tool calls; `required`, or `{"type": "function", "function":
-          {"name": NAME}}`, for an answer that is exactly one call, by a grammar. The prompt contains the tools for
-          every `tool_choice`.
-        - `is_retry`: if an equal call was made earlier, return the answer of this call
+          {"name": NAME}}`, for an answer that a grammar forces to be exactly one call. The prompt contains the tools
+          for every `tool_choice`.
+        - `is_retry`: if an equal call was made earlier, return the answer of the earlier call
         - `adapter`: the named adapter that draws the answer, as in `AsyncRolloutClient.generate`; None: the base
           weights
         - `params`: sampling parameters of this call, which override the session's parameters
@@ -299,7 +300,7 @@ class AsyncSession:
 
     @asynccontextmanager
     async def _calling(self, run: _Run) -> AsyncGenerator[Asked, None]:
-        """Context manager that counts as a caller of `run`, and provides its `Asked`."""
+        """Context manager that counts as a caller of `run`, and provides the `Asked` of `run`."""
         run.num_callers += 1
         try:
             await run.until(lambda: run.asked is not None)
@@ -363,7 +364,9 @@ class AsyncSession:
         return len(self._forest)
 
     async def close(self) -> None:
-        """End the session: cancel running calls, and refuse new calls. Samples can still be read. Idempotent."""
+        """End the session: cancel running calls, and refuse new calls. The samples of a closed session can still be
+        read. Idempotent.
+        """
         self._is_closed = True
         tasks = [run.task for runs in self._running.values() for run in runs]
         for task in tasks:
@@ -529,8 +532,8 @@ class AsyncSession:
 
 
 class Session:
-    """`AsyncSession` for code without an event loop, without `asked` and `count_tokens`. May be used from several
-    threads.
+    """Like `AsyncSession`, but for code without an event loop, and without the methods `asked` and `count_tokens`. May
+    be used from several threads.
 
     `client`: a `RolloutClient` or a `FleetClient`. The other arguments: see `AsyncSession`.
     """

@@ -1,4 +1,4 @@
-"""The tokens that new messages add to a conversation, taken from the checkpoint's own chat template and checked.
+"""Compute and check the tokens that new messages add to a conversation, with the checkpoint's own chat template.
 
 Owns: the border between a drawn message and the messages that follow it. The template is rendered in the child process
 of `TextModel`, and never in this process. To render a conversation, the content of each drawn message is replaced by a
@@ -11,15 +11,16 @@ mark, and its reasoning by another mark. The rendered text then alternates betwe
 
 Promises: `Templates.open` returns tokens only if the new rendering begins with all earlier openings and spans, and if
 the template writes the drawn message completely. The text of the session then equals the new rendering with each span
-replaced by the drawn text. Otherwise, for example if the template removes the reasoning of earlier turns, `open` raises
-an error that names the first token that would change. No rule in this module depends on the model family.
+replaced by the drawn text. If the new rendering does not agree with the session, for example because the template
+removes the reasoning of earlier turns, `open` raises an error that names the first token that would change. No rule in
+this module depends on the model family.
 
 The last drawn tokens are kept if the template writes the same tokens after the message. For example, Qwen's
 `<|im_end|>` is kept, and the template's line break follows; the two tokens with which Cohere's models end an answer are
 kept; and GLM's `<|user|>` is kept as the beginning of the next message. The last drawn tokens, up to the token that
 ended the message, are also kept if the template writes the same text but the tokenizer would encode it as other tokens.
 If the template does not write the token that ended the message, this token is dropped. If the message was cut off, for
-example by `max_tokens`, the missing part of the template's end of the turn is added.
+example by `max_tokens`, the missing part of the text with which the template ends a message is added.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def check_template_arguments(arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Opening:
-    """The tokens before a drawn message that no earlier drawn message contains.
+    """The tokens from the end of the previous drawn message, or from the start of the conversation, to a drawn message.
 
-    `span`: the rendering of the previous drawn message, with marks. `text`: the text from the end of this span to the
-    drawn message. `token_ids`: the tokens of the text, without those first tokens that the model has already drawn.
+    `span`: the rendering of the previous drawn message, with marks. `text`: the text from the end of `span` to the
+    drawn message. `token_ids`: the tokens of `text`, without the first tokens that the model has already drawn.
     `dropped`: whether the last token of the previous drawn message is not part of this conversation.
     """
 
@@ -108,7 +109,7 @@ class Templates:
     def open(self, turns: Sequence[Turn], arguments: dict[str, Any], is_abandoned: IsAbandoned = never) -> Opening:
         """Return the opening of the answer to a conversation.
 
-        `turns`: all messages; the last message is given. `arguments`: arguments of the template, such as `tools`.
+        `turns`: all messages, the last of which is not drawn. `arguments`: arguments of the template, such as `tools`.
         Raise InvalidRequestError if the template rewrites an earlier message.
         """
         rendering = _Rendering(self._texts, self._nonce, self._at, turns, arguments, is_abandoned)
@@ -140,8 +141,8 @@ class Templates:
         return _num_shared(drawn[:-1], token_ids, self._texts.is_silent), True
 
     def _end_in_other_tokens(self, turn: Turn, text: str) -> str:
-        """Return the longest text of some last drawn tokens that is also the beginning of `text`; empty if there is
-        none.
+        """Return the longest end of the drawn text, in whole tokens, that is also the beginning of `text`; empty if
+        there is no such end.
         """
         drawn = list(turn.token_ids[-_MAX_END_TOKENS:])
         return next((end for i in range(len(drawn)) if text.startswith(end := self._decode(drawn[i:])) and end), "")
@@ -184,7 +185,7 @@ class _Rendering:
         self.last = self._drawn[-1] if self._drawn else None
 
     def text(self, turns: Sequence[Turn], opens: bool = True) -> str:
-        """Return the rendering of some turns, with marks. `opens`: whether the rendering ends with the beginning of an
+        """Return the rendering of `turns`, with marks. `opens`: whether the rendering ends with the beginning of an
         answer.
         """
         messages = [self._marked(i, turn) for i, turn in enumerate(turns)]

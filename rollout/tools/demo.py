@@ -104,7 +104,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Repetition:
-    """The answers under one circumstance.
+    """The answers of one run of the demo's requests, for example with a warm cache.
 
     `has_cache`: if True, the requests must find cached tokens; if False, the requests must find no cached tokens.
     """

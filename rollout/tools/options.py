@@ -1,4 +1,4 @@
-"""Command line options for settings: a table of help texts for each settings class, and the headings in the help.
+"""Command line options for settings: a table of help texts for each settings class, and the headings of the help page.
 
 Types and defaults come from the settings class. To add a setting, add a field to the settings class and a line to the
 table.

@@ -1,7 +1,7 @@
 """`trueroll replay`: send the requests of a session's record to a worker or a fleet again, and show which bits differ.
 
-Owns: the comparison. A request is compared only if all its tokens were drawn by the weights that the worker serves.
-After the first different token, the later tokens of an answer belong to another text.
+Owns the comparison of recorded samples with new samples. A request is compared only if all its tokens were drawn by the
+weights that the worker serves. After the first different token, the later tokens of an answer belong to another text.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Result:
 
 
 def read(file: Path) -> Record:
-    """Return the record in a file. Raise InvalidRequestError if the file is not a record, and ConfigError if it cannot
-    be read.
+    """Return the record in a file. Raise InvalidRequestError if the file is not a record, and ConfigError if the file
+    cannot be read.
     """
     try:
         with file.open("rb") as opened:
@@ -98,7 +98,9 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
 
 
 def _reason_to_skip(request: RecordedRequest, wanted: int) -> str | None:
-    """Return why the base weights of version `wanted` cannot reproduce a sample; None if they can."""
+    """Return why the base weights of version `wanted` cannot reproduce a sample; None if the weights can reproduce the
+    sample.
+    """
     if request.adapter is not None:
         return f"the adapter {request.adapter!a:.100} drew them, and adapters are not replayed"
     if not request.sample.is_exact:

@@ -258,8 +258,8 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
 
     `topology`: the ranks of all cells. With more than one rank, cells that set `threads` are left out, and all
     RANK_CELLS are added. Cells with adapters that change nothing are also left out if quantizing the weights again
-    would change their values. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional
-    list.
+    would change the values of the weights. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of
+    each additional list.
     """
     if topology.size > 1:
         cells = [cell for cell in (*cells_of(loaded, ONE_RANK, quick), *RANK_CELLS) if cell.threads is None]
@@ -316,7 +316,7 @@ class _Lab:
         return check_premises(cell, runs, torch.get_num_threads(), topology, bool(self.loaded.model.spec.recurrent))
 
     def check_baseline(self, runs: Sequence[Run]) -> list[Premise]:
-        """Return the premises of the baseline about its requests."""
+        """Return the premises about the requests of the baseline."""
         return check_variations(runs, lambda token_ids: load_vocabulary(self.loaded.folder).decode(token_ids))
 
     def _engine_config(self, cell: Cell) -> EngineConfig:

@@ -40,7 +40,9 @@ class Adversary:
 
 
 def new_drafter(kind: str, texts: Iterable[array[int]], vocab_size: int) -> Drafter | None:
-    """Return the adversarial drafter of a cell; None for other cells. `texts`: as in `Adversary`."""
+    """Return the adversarial drafter of a cell; None if the cell's drafts are not adversarial. `texts`: as in
+    `Adversary`.
+    """
     return FunctionDrafter(Adversary(texts, vocab_size)) if kind == "adversarial" else None
 
 

@@ -67,7 +67,7 @@ class ImageCell(Cell):
 
 
 def image_cells(tower: TowerSpec) -> list[ImageCell]:
-    """Return the cells for a model with this tower."""
+    """Return the cells for a model with the vision tower `tower`."""
     size = _num_tokens(tower)
     # If the model needs whole images, a step needs room for one image in addition to the tokens of the other sequences.
     small = MAX_NUM_SEQS + (size if tower.sees_span else 0)

@@ -358,8 +358,8 @@ def _interruption_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
 
 
 def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
-    """Return two premises: some drafted tokens were accepted, and some were rejected. Without drafts, the list is
-    empty.
+    """Return two premises: some drafted tokens were accepted, and some were rejected. For a cell without drafts, the
+    list is empty.
     """
     if not cell.drafts:
         return []

@@ -1,4 +1,4 @@
-"""Decides whether the worker accepts a request, or another submission of a known request. Changes nothing."""
+"""Decides whether the worker accepts a request, or another submission of a known request. Changes no state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Versions(NamedTuple):
     adapters: Mapping[str, int]
 
     def of(self, message: Generate | GetScores) -> int | None:
-        """Return the version of the weights that a request asks for; None if its adapter is not loaded."""
+        """Return the version of the weights that a request asks for; None if the request's adapter is not loaded."""
         return self.base if message.adapter is None else self.adapters.get(message.adapter)
 
 

@@ -107,7 +107,7 @@ class WaitingRoom:
         return chain(self._due, self._early, self._held)
 
     def add(self, key: str, waiting: Waiting) -> None:
-        """Add a request, to be checked by the next `take_due`."""
+        """Add a request. The next `take_due` checks the request."""
         self._due[key] = waiting
 
     def hold(self, key: str, waiting: Waiting) -> None:
@@ -119,7 +119,7 @@ class WaitingRoom:
         self._early[key] = waiting
 
     def give_images(self, key: str, images: tuple[ImageInput, ...]) -> None:
-        """Add the images of a held request, to be checked by the next `take_due`."""
+        """Add the images of a held request. The next `take_due` checks the request."""
         waiting = self._held[key]
         waiting.request = replace(waiting.request, images=images)
         self.release(key)
@@ -347,7 +347,7 @@ class RequestBook:
         self.images.put(identity, message)
 
     def follow_images(self) -> None:
-        """Admit the requests with images that have all arrived, and end the requests with images that cannot arrive.
+        """Admit the requests for which all images have arrived, and end the requests for which an image cannot arrive.
         Call this method regularly, at the latest when `images.deadline` has passed.
         """
         self.images.follow()
@@ -359,8 +359,8 @@ class RequestBook:
             self._admit_released()
 
     def take_prepared(self, preparation: Preparation) -> None:
-        """Admit a request after the preparation of its grammar, or end it with an error. No-op if the request has
-        ended, even if a new request has the same id.
+        """Admit a request after the preparation of its grammar, or end the request with an error. No-op if the request
+        has ended, even if a new request has the same id.
         """
         if not preparation.is_wanted:
             return
@@ -390,7 +390,7 @@ class RequestBook:
             self._give(conditions.versions)
 
     def _give(self, versions: Versions | None) -> None:
-        """Send the engine the waiting requests that can be served with weights of `versions`."""
+        """Send each waiting request to the engine if weights of `versions` can serve the request."""
         ready, refused = self.waiting_room.take_due(versions)
         for key, waiting in ready.items():
             if len(waiting.request.images) < len(waiting.message.images):

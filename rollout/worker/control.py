@@ -88,11 +88,11 @@ class Control:
         self.lifecycle.finish_loading()
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
-        """Handle a call. The reply is sent now or later.
+        """Handle a call. The reply to the call is sent before this method returns, or later.
 
         Raise IdConflictError if a different call has the same id, and QueueFullError if too many calls are pending. For
-        GetWeights, raise IllegalStateError or UnavailableError if the state does not allow the call. Other errors are
-        sent as replies.
+        GetWeights, raise IllegalStateError or UnavailableError if the state does not allow the call. All other errors
+        of the call are sent as the reply.
         """
         if isinstance(call, protocol.GetWeights):
             self._check(call)

@@ -1,8 +1,9 @@
 """The thread that owns the engine. No other thread builds the engine, adds requests or runs steps.
 
 Commands arrive through a queue, and events leave through a callback. The engine needs no locks, because threads do not
-share it. A command waits for at most one step. After each step, the thread replaces the `Snapshot` from which health
-and stats are answered. Guarantees: commands are applied in order, and every exception of the engine becomes an event.
+share the engine. A command waits for at most one step. After each step, the thread replaces the `Snapshot` from which
+health and stats are answered. Guarantees: commands are applied in order, and every exception of the engine becomes an
+event.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ServedEngine(Protocol):
         ...
 
     def commit_adapter(self, staging: Any, name: str, version: int, in_flight: SleepInFlight) -> list[Output]:
-        """Load a named adapter. `staging`: A and B, in a staging area of this engine's `adapters`."""
+        """Load a named adapter. `staging`: the LoRA matrices A and B, in a staging area of this engine's `adapters`."""
         ...
 
     def remove_adapter(self, name: str) -> list[Output]: ...
@@ -101,8 +102,8 @@ class ServedEngine(Protocol):
     def invalidate_prefix_cache(self) -> None: ...
 
     def check(self) -> None:
-        """Raise an exception if another process of the engine has failed. Called now and then while the engine has no
-        work.
+        """Raise an exception if another process of the engine has failed. The engine thread calls this method now and
+        then while the engine has no work.
         """
         ...
 
@@ -120,8 +121,8 @@ class Add:
     """Add a request to the engine. The response is the request's outputs, or `Refused`.
 
     `ended`: indices of samples that are already aborted and must not be generated. `prepared`: an object that keeps the
-    request's grammar prepared until the engine has the request. Otherwise, steps would wait while the engine prepares
-    the grammar again.
+    request's grammar prepared until the engine has the request. Without this object, steps would wait while the engine
+    prepares the grammar again.
     """
 
     request: Request
@@ -143,7 +144,7 @@ class Stream:
 class End:
     """End all unfinished samples of a request, or only sample `index`.
 
-    The response is `Ended`. `tag`: returned in the response.
+    The response is `Ended`. The response also contains `tag`.
     """
 
     request_id: str

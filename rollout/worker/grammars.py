@@ -32,8 +32,8 @@ class Preparing(Protocol):
 @dataclass(eq=False)
 class Preparation:
     """The preparation of the grammar of request `key`. `is_wanted`: False if the request has ended in the meantime.
-    `prepared`: the result; as long as it exists, the grammar stays prepared. `error`: the reason why the request cannot
-    be served, or None.
+    `prepared`: the prepared grammar; as long as this object exists, the grammar stays prepared. `error`: the reason why
+    the request cannot be served, or None.
     """
 
     key: str
@@ -44,8 +44,8 @@ class Preparation:
 
 
 class GrammarThread:
-    """Prepares grammars on a thread that is started for the first grammar. `publish`: called on that thread with each
-    finished preparation. Preparations that are no longer wanted are skipped and not published.
+    """Prepares grammars on a thread that is started for the first grammar. `publish`: called on the grammar thread with
+    each finished preparation. Preparations that are no longer wanted are skipped and not published.
     """
 
     def __init__(self, grammars: Preparing, publish: Callable[[Preparation], None]) -> None:

@@ -11,11 +11,12 @@ Owns: the content, the requests that wait for content, and the questions to clie
 
 Guarantees:
 
-- All content together takes at most `max_image_bytes`. Memory is reserved in the order in which requests arrive, and
-  for all images of a request at once. So two requests never wait for each other's memory.
+- The content of all images together takes at most `max_image_bytes`. Memory is reserved in the order in which requests
+  arrive, and for all images of a request at once. So two requests never wait for each other's memory.
 - A request gets exactly the content that its hashes name. If a client sends wrong content, a request that needs the
   content fails only if no other client can send it. Users do not share content.
-- Content is accepted only from the connection that was asked. Each connection is asked for one part at a time.
+- Content is accepted only from the connection that was asked for the content. Each connection is asked for one part at
+  a time.
 - If a client is silent for `image_seconds`, or slower than `SLOWEST` on average, only its own requests fail. So no
   request waits forever, and no client occupies memory forever.
 """
@@ -119,7 +120,7 @@ class _Wanting:
         return not self.has_room or bool(self.missing)
 
     def supplier_on(self, identity: bytes) -> Supplier | None:
-        """Return a client on a connection."""
+        """Return the first client of the request on the connection `identity`; None if there is no such client."""
         return next((each for each in self.suppliers if each.identity == identity), None)
 
 
@@ -137,7 +138,7 @@ class _Question(NamedTuple):
 
 
 class ImageStore:
-    """The images of open requests, and of ended requests while there is room.
+    """The images of open requests and, as long as there is memory, the images of ended requests.
 
     `most_bytes`, `seconds`: `max_image_bytes` and `image_seconds` of the worker. `most_part`: the maximum size of a
     part. `ask`: sends a question to a connection. `clock`: returns the time in seconds. `num_bytes`: the size of all
@@ -223,8 +224,8 @@ class ImageStore:
         self._give_room()
 
     def offer(self, key: str, supplier: Supplier) -> None:
-        """Add a client that waits for the results of a request, so that it can be asked for the request's images. No-op
-        if the request lacks no images.
+        """Add a client that waits for the results of a request, so that the store can ask this client for the request's
+        images. No-op if the request lacks no images.
         """
         if (request := self._requests.get(key)) is None or not request.is_waiting:
             return
@@ -332,8 +333,8 @@ class ImageStore:
                 self._queue(request, supplier)
 
     def _make_room(self, sizes: dict[_Key, int]) -> bool:
-        """Evict content until there is room for content with these sizes. If eviction cannot make enough room, evict
-        nothing and return False.
+        """Evict content until there is memory for new content of the given sizes. If eviction cannot make enough room,
+        evict nothing and return False.
         """
         excess = self.num_bytes + sum(size for name, size in sizes.items() if name not in self._contents)
         excess -= self._most_bytes
@@ -365,7 +366,7 @@ class ImageStore:
                 request.missing.add(name)
 
     def _release(self, content: _Content) -> None:
-        """Keep complete content while there is room. Drop other content."""
+        """Keep complete content until other images need the memory. Drop incomplete content."""
         if content.is_complete:
             self._unheld[content.key] = None
             self._num_unheld_bytes += content.num_bytes

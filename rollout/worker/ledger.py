@@ -11,8 +11,8 @@ Guarantees:
 - A known id always belongs to the same content. Each user has a separate set of ids.
 - An open entry is never dropped. Finished entries are kept until they are acknowledged or evicted. If a limit is
   exceeded, the entry that finished first is evicted first.
-- The replies of open entries are counted in bytes. An entry that fails while the engine runs it stores no replies, and
-  stays open until the engine has ended its samples.
+- The replies of open entries are counted in bytes. An entry that fails while the engine runs its request stores no
+  replies, and stays open until the engine has ended its samples.
 - Aborted results are sent only to callers that submitted the request before the abort.
 - Open entries are indexed by the connections that wait for them.
 - A call that is sent several times, for example after a reconnect, is executed once, and each copy is answered. The
@@ -35,7 +35,9 @@ from ..protocol import Generate, GetScores
 
 
 def scoped(user: str | None, id: str) -> str:
-    """Return a key for an id of this user. Keys of different users differ, because user names contain no slash."""
+    """Return the key of the request or call with id `id` of user `user`. The keys of different users differ, because
+    user names contain no slash.
+    """
     return id if user is None else f"{user}/{id}"
 
 
@@ -443,7 +445,9 @@ class Ledger:
         self.num_bytes_replied += len(reply)
 
     def most_replied(self) -> Entry:
-        """Return the open entry with the most reply bytes; of several, the entry that was opened last."""
+        """Return the open entry with the most reply bytes; if several entries have the most bytes, return the entry
+        that was opened last.
+        """
         return max(reversed(self.open.values()), key=lambda entry: entry.num_bytes_replied)
 
     def begin_failure(self, entry: Entry, error: TruerollError) -> None:

@@ -91,7 +91,8 @@ def raise_descriptor_limit() -> None:
 
 
 def _run_to_the_end(worker: Worker, received: Set[int]) -> None:
-    """Run the worker, and end the process after a shutdown. `received`: the signals so far.
+    """Run the worker, and end the process after a shutdown. `received`: the signals that the process has received so
+    far.
 
     The process ends with `os._exit`. A normal exit may crash the interpreter if a thread, such as the thread of a push,
     is running torch code.

@@ -98,10 +98,10 @@ class Operation:
     - `before`: called right before `action`, which runs between two steps.
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
       reply to the call.
-    - `adapter`: `in_flight` is about the requests of this named adapter; None for all requests. A drain waits for all
-      requests.
-    - `opens_by`: for a push in place, the time by which the source must be open, in monotonic seconds. The
-      operation waits until the source is open. `opens_by` is None if the operation does not wait for a source.
+    - `adapter`: if given, `in_flight` applies only to running requests of this named adapter. A drain waits for all
+      requests, even if `adapter` is given.
+    - `opens_by`: for a push in place, the time by which the source must be open, in monotonic seconds. The operation of
+      a push in place waits until the source is open. `opens_by` is None if the operation does not wait for a source.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -578,8 +578,8 @@ class Pushes:
     def _handle_opening(self, event: PushEvent) -> None:
         """Handle an event while a push in place waits for its source.
 
-        Once the source is open, interrupt the engine. If the source could not be opened, cancel the operation. The
-        weights stay unchanged.
+        Once the source is open, interrupt the engine. If the source could not be opened, cancel the operation, and
+        leave the weights unchanged.
         """
         operation = self._operations.current
         assert operation is not None

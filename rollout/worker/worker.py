@@ -251,7 +251,7 @@ class Ending:
         self.deadline = time.monotonic() + ABORT_SECONDS
 
     def fail(self) -> None:
-        """Record that the worker has failed. The worker keeps answering for `FAILED_SECONDS`."""
+        """Record that the worker has failed. The worker keeps answering messages for `FAILED_SECONDS`."""
         self.deadline = time.monotonic() + FAILED_SECONDS
 
 
@@ -466,7 +466,7 @@ class Worker:
     # All methods below run on the thread that called `run`.
 
     def run(self) -> None:
-        """Serve until drained.
+        """Serve requests until the worker has drained.
 
         Raise ConfigError or ModelError if the engine cannot load, and WorkerFailedError for any other failure of the
         engine.

@@ -1,4 +1,5 @@
-"""The shortest way through a chain: from the served version, or from a full checkpoint, to a version. Pure functions.
+"""The shortest way through a chain: from the served version, or from a full checkpoint, to the wanted version. Pure
+functions.
 
 A worker goes back from the wanted version, from delta to base, until it finds its own version or a full checkpoint.
 Each base is older than its delta, so the search ends. If the folders have ids of pushes, each base must be the very
@@ -19,7 +20,9 @@ MOST_FOLDERS = 1024
 
 
 class Served(NamedTuple):
-    """The complete weights that a worker serves. `push_id`: the id of their push; None for the model's checkpoint."""
+    """The complete weights that a worker serves. `push_id`: the id of the push that delivered the weights; None for the
+    model's checkpoint.
+    """
 
     version: int
     push_id: str | None
@@ -32,8 +35,8 @@ def find_way(
     the served weights.
 
     `read`: reads the index of a version; raises PushError if the folder is missing or incomplete. `served`: None if the
-    worker has no complete weights. `push_id`: id of the push of `version`; None if any push is right. Raise PushError
-    if the chain does not lead to `version`, or if a folder holds another push.
+    worker has no complete weights. `push_id`: the id that the push of `version` must have; None to accept any push.
+    Raise PushError if the chain does not lead to `version`, or if a folder holds another push.
     """
     found: list[Index] = []
     while len(found) < MOST_FOLDERS:
@@ -49,8 +52,8 @@ def find_way(
 
 
 def is_base(delta: Delta, served: Served | None) -> bool:
-    """Return whether a delta changes the served weights. Without ids of pushes, versions are compared, and only the
-    checksums of the result tell whether the weights are the same.
+    """Return whether a delta changes the served weights. If the delta has no ids of pushes, versions are compared, and
+    only the checksums of the result tell whether the weights are the same.
     """
     if served is None or (delta.base_push_id is not None and delta.base_push_id != served.push_id):
         return False

@@ -89,7 +89,9 @@ def encode(encoding: Encoding, old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def compress(encoding: Encoding, data: np.ndarray, threads: int) -> bytes:
-    """Return the shortest frame, no longer than slime's. `data`: see `encode`. `threads`: for levels above 1."""
+    """Compress data at several levels, and return the shortest frame, which is no longer than slime's frame. `data`:
+    see `encode`. `threads`: the number of threads for levels above 1.
+    """
     frames = (
         zstandard.ZstdCompressor(level=level, threads=threads if level > 1 < threads else 0).compress(data.data)
         for level in _LEVELS[encoding]
@@ -100,8 +102,8 @@ def compress(encoding: Encoding, data: np.ndarray, threads: int) -> bytes:
 def apply(encoding: Encoding, state: np.ndarray, frame: memoryview) -> None:
     """Apply a delta to the bytes of a tensor, in place. `state`: uint8 [N]. `frame`: the compressed delta.
 
-    Memory: 1 MiB for `xor`, at most 5 N bytes for `overwrite`, and what the frame requires, at most 128 MiB. Raise
-    ValueError if the delta is corrupt or belongs to a tensor of another size; `state` is then undefined.
+    Memory: 1 MiB for `xor`, at most 5 N bytes for `overwrite`, and the memory that the frame requires, at most 128 MiB.
+    Raise ValueError if the delta is corrupt or belongs to a tensor of another size; `state` is then undefined.
     """
     unpacker = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
     try:

@@ -34,7 +34,7 @@ def folder_name(version: int) -> str:
 @dataclass(frozen=True)
 class Delta:
     """How the tensors of a delta are encoded. `base_version`: the version that the delta changes. `base_push_id`: the
-    id of the push of that version; None if the writer of the delta has no such ids.
+    id of the push of `base_version`; None if the writer of the delta stores no push ids.
     """
 
     base_version: int
@@ -47,7 +47,7 @@ class Index:
     """The content of a folder. `files`: the file of each tensor, by the tensor's name; None if the folder has no index,
     and thus a single file. `checksum_format`: the kind of checksum that each tensor of this version has; None if there
     are no checksums. The metadata of a tensor's file has the checksum under the tensor's name. `delta`: None for a full
-    checkpoint. `push_id`: the id of the push of this version; None if the writer of the folder has no such ids.
+    checkpoint. `push_id`: the id of the push of this version; None if the writer of the folder stores no push ids.
     """
 
     version: int

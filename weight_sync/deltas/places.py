@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """The folder or URL of a chain. Both methods raise PushError if a file cannot be opened."""
+    """The folder or URL of a chain. `open` and `open_if_there` raise PushError if a file cannot be opened."""
 
     def open(self, folder: str, name: str) -> ReadableFile:
         """Open the file `name` in a folder of the chain."""
@@ -54,7 +54,9 @@ def place_for_worker(place: str, policy: PushPolicy) -> Place:
 
 
 def _check_no_password(url: str) -> None:
-    """Raise PushError if the URL has a password. The error does not show the URL, but other errors and the log do."""
+    """Raise PushError if the URL has a password. This error does not show the URL, but other errors and the log would
+    show the URL with its password.
+    """
     user = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
     if ":" in user:
         raise PushError(

@@ -1,8 +1,9 @@
 """The worker's reader of a chain: yields the whole tensors of a version.
 
-A tensor begins as the served weights or as a full checkpoint. Deltas are applied to it in order, and the checksum of
-the result is compared before the tensor is yielded. Owns the open files of the chain, which stay readable if the
-trainer removes their folders. Does not own the served weights, or the rules about which places may be read.
+The initial value of each tensor comes from the served weights or from a full checkpoint. Deltas are applied to this
+value in order, and the checksum of the result is compared before the tensor is yielded. Owns the open files of the
+chain, which stay readable if the trainer removes their folders. Does not own the served weights, or the rules about
+which places may be read.
 
 Memory: the bytes of one tensor, and its compressed delta. With the encoding `overwrite`, a delta takes up to five times
 the bytes of its tensor.
@@ -48,7 +49,7 @@ _MOST_GROWTH, _FRAME_BYTES = 6, 2**10
 
 
 class Wanted(Parameters, Names, Protocol):
-    """The parameters of a worker, and how other names become their names."""
+    """The parameters of a worker, and how other names are mapped to the names of these parameters."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class ChainReader:
     """Reads version `version` of the chain in `place`.
 
     `served`: the weights that the worker serves; None if they are not complete. `base`: returns a copy of the bytes of
-    a served parameter, or of a part of one: uint8 [n]. `push_id`: see `find_way`. Raise PushError if the chain does not
-    lead to `version`, if one of its files is missing, incomplete or of another model, or if a folder was replaced.
+    a served parameter, or of a part of a served parameter: uint8 [n]. `push_id`: see `find_way`. Raise PushError if the
+    chain does not lead to `version`, if one of its files is missing, incomplete or of another model, or if a folder was
+    replaced.
     """
 
     def __init__(
@@ -221,7 +223,9 @@ class ChainReader:
         return list(names)
 
     def _state(self, name: str) -> np.ndarray:
-        """Return the bytes of a tensor in the version that is read: uint8 [n]. Raise PushError if they are wrong."""
+        """Return the bytes of a tensor in the version that is read: uint8 [n]. Raise PushError if a delta is corrupt,
+        or if the bytes do not match the chain's checksum.
+        """
         steps = self._steps.get(name, [])
         if self._starts_from_served:
             data = self._base(self._stored(name))

@@ -7,7 +7,7 @@ kept under a name that ends in `.old.tmp` until the push is committed. Only one 
 time.
 
 Memory of a delta: the XOR of one tensor, its compressed forms, and the list of its changed bytes, which takes five
-bytes for each.
+bytes for each changed byte.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class CheckpointWriter:
 
 
 class DeltaWriter:
-    """Writes version `version` as a delta to version `base_version`. The encoding with fewer bytes is written."""
+    """Writes version `version` as a delta to version `base_version`. All tensors are written in the encoding that takes
+    fewer bytes in total.
+    """
 
     def __init__(self, parent: Path, push_id: str, version: int, base_version: int, base_push_id: str) -> None:
         self._base = base_version, base_push_id
@@ -110,8 +112,8 @@ class DeltaWriter:
             self._spools = {encoding: tempfile.TemporaryFile(dir=self._folder.path) for encoding in ENCODINGS}
 
     def add(self, name: str, old: np.ndarray, new: np.ndarray) -> None:
-        """Write a tensor. `old`, `new`: its bytes in the base and in this version, uint8 [n]. An unchanged tensor is
-        left out.
+        """Write a tensor. `old`, `new`: the tensor's bytes in the base and in this version, uint8 [n]. An unchanged
+        tensor is left out.
         """
         if np.array_equal(old, new):
             return
@@ -155,7 +157,7 @@ class DeltaWriter:
 
 
 def take_back(folder: Path, push_id: str) -> None:
-    """Remove the folder of a push that was not committed, and put back the folder that it replaced."""
+    """Remove the folder of a push that was not committed, and restore the folder that the push's folder replaced."""
     shutil.rmtree(folder)
     if (replaced := _replaced(folder, push_id)).exists():
         replaced.rename(folder)
@@ -176,7 +178,8 @@ def remove_old(parent: Path, version: int) -> None:
     """Remove folders that trueroll wrote and that no worker needs once `version` is committed.
 
     The last full checkpoint up to `version` and its deltas up to `version` are kept. The previous full checkpoint and
-    its deltas are also kept, because a worker may still read them. Folders of later versions come from an earlier run.
+    its deltas are also kept, because a worker may still read them. Folders of versions later than `version` are
+    removed, because they come from an earlier run.
     """
     is_full: dict[int, bool] = {}
     for path in parent.iterdir():

@@ -60,7 +60,7 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
 
 
 def factors_alone(wanted: Parameters, adapters: Adapters) -> Adapted:
-    """Return only A and B of each adapted weight. `wanted`, errors: as for `with_adapters`."""
+    """Return only A and B of each adapted weight. `wanted` and the errors are the same as for `with_adapters`."""
     shapes: dict[str, Shape] = {}
     dtypes = dict(wanted.dtypes)
     for name, rank, _ in adapters.weights:

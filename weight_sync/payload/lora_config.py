@@ -1,7 +1,7 @@
 """The config of a LoRA adapter that PEFT has saved: the rank and the scale of each adapted module.
 
 Owns the checks of the config, which may be invalid. Accepts only plain LoRA, which adds scale * B A to a weight (see
-`Backend.merge`). Which fields change the computation is listed in `kernels.lora_config`. Imports no torch and no PEFT.
+`Backend.merge`). `kernels.lora_config` lists the fields that change the computation. Imports no torch and no PEFT.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _HINT = "save plain LoRA of linear layers, or merge the adapter into the weights
 
 
 class _Pattern:
-    """A pattern for the names of modules, as PEFT matches it: `text` must match the end of a name, which begins with a
-    part of the name. In `text`, '.' stands for any character, a backslash and '.' for a point, and '^' for the
-    beginning of the name. Raise ValueError for any other regular expression.
+    """A pattern for the names of modules, as PEFT matches it: `text` must match the end of a module's name, and the
+    match must begin at the beginning of the name or after a dot. In `text`, '.' stands for any character, a backslash
+    and '.' for a dot, and '^' for the beginning of the name. Raise ValueError for any other regular expression.
     """
 
     def __init__(self, text: str) -> None:
@@ -123,7 +123,8 @@ class LoraConfig:
 
 
 def read_config(text: bytes, path: str) -> LoraConfig:
-    """Return the config of an adapter. `text`: the content of PEFT's adapter_config.json. `path`: its name in errors.
+    """Return the config of an adapter. `text`: the content of PEFT's adapter_config.json. `path`: the name of this file
+    in errors.
 
     Raise PushError if the content is invalid, or if the adapter is not plain LoRA. Fields that PEFT's LoraConfig lacks
     must be empty, because they may change the computation.

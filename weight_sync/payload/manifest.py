@@ -128,7 +128,8 @@ class CollectiveSource(_Part):
 
 
 class RelaySource(_Part):
-    """A trainer at `host`:`port`, from which the workers receive the buckets and hand them on to each other.
+    """A trainer at `host`:`port`. The workers receive the buckets from the trainer, and pass the buckets on to each
+    other.
 
     `token`: a secret of the push. All members of the push prove to each other that they know the secret. `position`:
     the worker's index among the workers that get buckets. `num_slots`: limit on buckets in flight.
@@ -162,14 +163,16 @@ class CudaIpcSource(_Part):
 
 
 class DiskSource(_Part):
-    """A folder with a `MODEL_FILE` and a `MANIFEST_FILE`, readable on the worker's machine. It has no buckets."""
+    """A folder with a `MODEL_FILE` and a `MANIFEST_FILE`, readable on the worker's machine. A disk source has no
+    buckets.
+    """
 
     kind: Literal["disk"] = "disk"
     folder: Annotated[str, Field(max_length=MAX_PATH_CHARS)]
 
 
 class PeftSource(_Part):
-    """A folder with a LoRA adapter in PEFT's format, readable on the worker's machine. It has no buckets.
+    """A folder with a LoRA adapter in PEFT's format, readable on the worker's machine. A PEFT source has no buckets.
 
     Only a push with a named adapter can use this source. The folder does not say which base the adapter was trained on.
     """

@@ -37,15 +37,15 @@ class BeginPush(Message):
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
     - `adapters`: the adapters that the worker adds to the weights of this push. In an adapters-only push, the adapters
       are added to the weights that the worker had before any adapter was added.
-    - `adapter`: the name under which the worker serves the adapters, beside its base weights. The push contains
-      adapters only, from any source, or comes from a folder in PEFT's format. `weight_version` is then the version of
-      this adapter. Requests choose the adapter by its name.
+    - `adapter`: the name under which the worker serves the adapters, beside its base weights. If `adapter` is set, the
+      push either contains adapters only, and may have any source, or comes from a folder in PEFT's format. If `adapter`
+      is set, `weight_version` is the version of this adapter. Requests choose the adapter by its name.
     - `allow_older`: accept a version that is not later than the served version.
     - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
       worker opens the push's source until the commit, the worker generates no tokens.
-    - `in_flight`: with `in_place`, what happens to running requests when the push begins. With `drain`, the drain may
-      take up to `drain_timeout` seconds. With `keep`, `verify_push` is refused while a request with `one_version` is
-      unfinished, so that the push fails before any worker commits.
+    - `in_flight`: with `in_place`, what happens to running requests when the push begins. If `in_flight` is `drain`,
+      the drain may take up to `drain_timeout` seconds. If `in_flight` is `keep`, `verify_push` is refused while a
+      request with `one_version` is unfinished, so that the push fails before any worker commits.
     - `lends`: put the weights into memory that other workers with the same `kin` can map.
     - `timeout`: limit in seconds on each wait in this push, except drains of running requests.
     """

@@ -148,8 +148,8 @@ class TensorFile:
 
 
 def read_bytes(file: ReadableFile, offset: int, num_bytes: int) -> np.ndarray:
-    """Return bytes of a file in new memory: uint8 [num_bytes]. Raise PushError if the file cannot be read or ends
-    earlier.
+    """Return bytes of a file in new memory: uint8 [num_bytes]. Raise PushError if the file cannot be read, or ends
+    before `num_bytes` bytes are read.
     """
     data = np.empty(num_bytes, np.uint8)
     left = data.data

@@ -92,7 +92,8 @@ def copy_and_checksum(place: torch.Tensor, source: torch.Tensor, dtype: torch.dt
 
 def copy_checked(place: object, source: torch.Tensor, reject_nonfinite: bool) -> tuple[int, bool] | None:
     """Copy a tensor to `place`, rows of a weight in any storage layout, in one pass over the memory. Return the
-    `checksum` of the tensor's bytes, and whether all numbers are finite; True if `reject_nonfinite` is False.
+    `checksum` of the tensor's bytes, and a bool. The bool is True if all numbers are finite or `reject_nonfinite` is
+    False.
 
     `source`: a tensor for which `is_plain` holds. Return None, without a copy, if the native library cannot write to
     `place`.
@@ -108,8 +109,8 @@ def copy_checked(place: object, source: torch.Tensor, reject_nonfinite: bool) ->
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the native library can read or write the tensor's memory directly. A tensor of a subclass may keep
-    its values in other tensors.
+    """Return whether the native library can read or write the tensor's memory directly. The result is False for
+    subclasses of torch.Tensor, because such a tensor may keep its values in other tensors.
     """
     is_dense = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.is_contiguous()
     return is_dense and tensor.nbytes >= LEAST_BYTES and can_copy()

@@ -78,7 +78,8 @@ class AdaptedTensors(Protocol):
 
 
 class TrainerAdapters:
-    """The tensors that a push of a PEFT model sends: all, or only adapters and `modules_to_save` if `alone`.
+    """The tensors that a push of a PEFT model sends: all tensors, or, if `alone` is set, only adapters and the modules
+    in `modules_to_save`.
 
     `sent`: the tensors to send, under the names that workers use. `tensors`: first the base weights that are not sent,
     then the tensors in `sent`. Every rank of the trainer gathers the tensors in the order of `tensors`.

@@ -64,7 +64,7 @@ class FolderChain:
         remove_old(self.parent, link.version)
 
     def take_back(self, link: Link) -> None:
-        """Remove a folder that no worker has committed, and put back the folder that it replaced."""
+        """Remove a folder that no worker has committed, and restore the folder that the removed folder had replaced."""
         take_back(link.path, link.push_id)
 
     def forget(self) -> None:

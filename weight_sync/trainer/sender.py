@@ -303,8 +303,8 @@ class _Names:
 
 
 class WeightSender:
-    """Sends weights by `transport`. `folder`: for `disk` and `delta` only. See `WeightPublisher` for the other
-    parameters.
+    """Sends weights by `transport`. `folder`: for the transports `disk` and `delta` only. See `WeightPublisher` for the
+    other parameters.
     """
 
     def __init__(
@@ -432,8 +432,8 @@ class WeightSender:
     def _gpu_for_buckets(
         self, tensors: TrainerTensors, workers: PushTargets, replies: Sequence[Weights]
     ) -> torch.device | None:
-        """Return the GPU of the tensors if all workers can receive buckets from its memory. If a worker cannot receive
-        buckets from GPU memory, return None; buckets are then sent in host memory.
+        """Return the GPU of the tensors if all workers can receive buckets from this GPU's memory. If a worker cannot
+        receive buckets from GPU memory, return None; buckets are then sent in host memory.
         """
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
         if self._is_sparse or self._transport == "relay" or None in gpus.values():

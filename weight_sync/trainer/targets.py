@@ -55,9 +55,10 @@ class PushTargets(Protocol):
         """Send the same call to all workers, or a separate call to each worker.
 
         The future's result is the list of replies, in the order of the workers. The future raises WorkerFailure as soon
-        as one worker fails. If `lost` is given, workers in `lost` are not asked. Failures with one of `OF_LOST_WORKERS`
-        are added to `lost` instead, and the future raises WorkerFailure only if no worker is left. Another thread may
-        add workers to `lost` during the call; the call then does not wait for them.
+        as one worker fails. If `lost` is given, workers in `lost` are not asked. If a worker fails with an error of one
+        of the types in `OF_LOST_WORKERS`, the worker is added to `lost` instead, and the future raises WorkerFailure
+        only if no worker is left. Another thread may add workers to `lost` during the call; the call then does not wait
+        for these workers.
         """
         ...
 

@@ -69,7 +69,7 @@ class TrainerTensors:
     def later(self) -> Callable[[], torch.Tensor]:
         """Consume the next tensor of a mapping. Return a function that checks and returns the whole tensor.
 
-        A sharded tensor is gathered at once, because every rank takes part in the gather.
+        A sharded tensor is gathered immediately, because every rank takes part in the gather.
         """
         name, tensor = self._next()
         if is_sharded(tensor):
@@ -111,8 +111,8 @@ class TrainerTensors:
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """Return the next tensor without consuming it. If the next item is invalid, return it unchanged. After the last
-        tensor, return None.
+        """Return the next tensor without consuming it. If the next item is invalid, return the item unchanged. After
+        the last tensor, return None.
         """
         try:
             item = self._next()
@@ -185,7 +185,9 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def memory_of(tensor: Any) -> tuple[object, ...]:
-    """Return a key. Two live tensors have equal keys if they have the same elements in the same memory."""
+    """Return a key for a tensor. The keys of two live tensors are equal if the tensors have the same elements in the
+    same memory.
+    """
     local = tensor.to_local() if is_sharded(tensor) else tensor
     return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
 
@@ -201,8 +203,8 @@ def _rank() -> int:
 class Checklist:
     """Checks the pushed tensors against the parameters that the workers want.
 
-    `wanted`: the workers' parameters. `mapping`: all tensors, if they are known in advance, in which case the
-    constructor checks all of them. Raise PushError for a tensor that is unknown, misshapen or missing.
+    `wanted`: the workers' parameters. `mapping`: all tensors, if they are known in advance. The constructor checks all
+    tensors in `mapping`. Raise PushError for a tensor that is unknown, misshapen or missing.
     """
 
     def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:
@@ -286,7 +288,7 @@ def push_on_all_ranks(
     push.
 
     If tensors are sharded, only rank 0 pushes. A rank other than 0 does not push if it has no workers. A rank that does
-    not push only takes part in gathers.
+    not push takes part in gathers, and does nothing else.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

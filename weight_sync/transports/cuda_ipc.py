@@ -67,7 +67,7 @@ class Driver:
         return address.value
 
     def size(self, address: int) -> int:
-        """Return the number of bytes from an address to the end of the allocation that contains it."""
+        """Return the number of bytes from an address to the end of the allocation that contains the address."""
         base, size = _Address(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _Address(address))
         return base.value + size.value - address

@@ -51,7 +51,8 @@ class FolderWriter:
     """The trainer's side: writes a new folder in `parent`.
 
     `shapes`: shapes of the tensors. Tensors may be written in any order and in pieces, and some tensors may be missing.
-    `dtypes`: by tensor name, the dtypes that differ from `dtype`. Raise PushError if the folder cannot be written.
+    `dtypes`: maps the name of each tensor with a dtype other than `dtype` to the tensor's dtype. Raise PushError if the
+    folder cannot be written.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class FolderWriter:
 class FolderReader:
     """The worker's side.
 
-    `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: by tensor
-    name, the dtypes that differ from `dtype`. Raise PushError if `policy` forbids reading the folder, or if the folder
-    holds another push. Also raise PushError if the manifest or the header is invalid or too long.
+    `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: maps the name
+    of each tensor with a dtype other than `dtype` to the tensor's dtype. Raise PushError if `policy` forbids reading
+    the folder, or if the folder holds another push. Also raise PushError if the manifest or the header is invalid or
+    too long.
     """
 
     def __init__(

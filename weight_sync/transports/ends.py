@@ -60,7 +60,7 @@ class Reader(Protocol):
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
         """Yield the buckets that the worker reads without a call from the trainer. Each bucket comes with a function
-        that reads the bucket's bytes. Check a bucket before reading its bytes.
+        that reads the bucket's bytes. The caller must check a bucket before it reads the bucket's bytes.
         """
         ...
 

@@ -45,7 +45,7 @@ _DTYPES = {DTYPE_CODES[name]: dtype for name, dtype in DTYPES.items()}
 
 
 class NamedParameters(Parameters, Names, Protocol):
-    """A worker's parameters, and the other names under which they may arrive."""
+    """A worker's parameters, and the other names under which the parameters may arrive."""
 
 
 class PeftFolder:
@@ -87,7 +87,8 @@ class PeftFolder:
 
     def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
         """Yield each matrix, in the dtype that the worker uses, as a bucket of one piece, together with a function that
-        returns the matrix's bytes. Values are converted as in a push by a trainer, so both give the same bits.
+        returns the matrix's bytes. Values are converted as in a push by a trainer, so the folder and the push give the
+        same bits.
 
         Raise PushError if a file cannot be read, or has changed since the constructor opened it.
         """
@@ -128,7 +129,7 @@ class PeftFolder:
         raise PushError(describe_unknown(own, weights))
 
     def _pairs(self) -> dict[str, tuple[TensorEntry, TensorEntry]]:
-        """Return A and B by the name of the module."""
+        """Return the matrices A and B of each adapted module, by the module's name."""
         found: dict[str, dict[str, TensorEntry]] = {}
         for entry in self._tensors.entries:
             match = _FACTOR.fullmatch(entry.name)
@@ -176,7 +177,9 @@ def _open(folder: str, policy: PushPolicy) -> list[FileIO]:
 
 
 def _has_only_a_pickle(folder: str, policy: PushPolicy) -> bool:
-    """Return whether the folder has a pickle but no safetensors file. Return False if the worker may not read them."""
+    """Return whether the folder has a pickle but no safetensors file. Return False if the worker may not read the
+    files.
+    """
     try:
         with ExitStack() as opened:
             found = [policy.open_if_there(folder, name) for name in (ADAPTER_FILE, _PICKLE)]

@@ -1,4 +1,4 @@
-"""Send buckets from one trainer to many workers, which hand the bytes on: each worker receives from one other member,
+"""Send buckets from one trainer to many workers, which pass the bytes on: each worker receives from one other member,
 and sends to one other member. The trainer's network link carries the bytes once for all workers.
 
 The workers form chains of at most `MOST_IN_CHAIN` workers. The trainer is the source of the first worker of each chain.
@@ -104,7 +104,7 @@ class RelaySlots:
         self._numbers[slot] = self._store.put(raw_bytes(self.slots[slot])[:num_bytes], is_filled=True)
 
     def wait(self, slot: int) -> None:
-        """Withdraw the slot's bucket. All workers have acknowledged the bucket."""
+        """Withdraw the slot's bucket. All workers must have acknowledged the bucket before this call."""
         number, self._numbers[slot] = self._numbers[slot], None
         if number is not None:
             self._store.remove(number)

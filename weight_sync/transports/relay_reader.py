@@ -1,10 +1,10 @@
-"""The worker's side of a relayed push: receives the buckets from another member, and hands them on.
+"""The worker's side of a relayed push: receives the buckets from another member, and passes the buckets on.
 
-Owns: the memory for the buckets, a thread that receives them, and a server for other workers (see `relay_server`).
-Guarantees: bytes are received only for announced buckets, and written only within the bucket's memory. If another
-worker closes its connection, sends an invalid frame, or sends nothing of an announced bucket for some seconds, this
-worker continues with the next member, from the byte that it needs next. `close` does not wait. The threads and sockets
-of a closed reader end within `TURN_SECONDS`.
+Owns: the memory for the buckets, a thread that receives the buckets, and a server for other workers (see
+`relay_server`). Guarantees: bytes are received only for announced buckets, and written only within the bucket's memory.
+If another worker closes its connection, sends an invalid frame, or sends nothing of an announced bucket for some
+seconds, this worker continues with the next member, from the byte that it needs next. `close` does not wait. The
+threads and sockets of a closed reader end within `TURN_SECONDS`.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class RelayReader:
                     place.number, place.offset = number + 1, 0
 
     def _take(self, link: Link, memory: memoryview, place: _Place, patience: float) -> None:
-        """Receive the bytes of a frame. The bytes may be handed on as soon as they have arrived."""
+        """Receive the bytes of a frame. The bytes may be passed on as soon as they have arrived."""
         while memory:
             count = link.receive_into(memory, time.monotonic() + patience)
             memory = memory[count:]

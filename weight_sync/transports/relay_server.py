@@ -2,10 +2,10 @@
 streams them to other members while they arrive.
 
 The wire format: a client connects and sends `HELLO`: the push's token, a kind and two numbers. With the kind `STREAM`,
-the numbers are a bucket and an offset in bytes. The server then sends all bytes from there on, bucket after bucket, in
-frames: `FRAME` (the bucket's number and the frame's length, at most `MOST_FRAME_BYTES`), and the bytes. Buckets are
-numbered from 0; empty buckets are not counted. With the kind `JOIN`, which only the trainer's server accepts, the
-numbers are a worker's position and the port of its server.
+the numbers are a bucket and an offset in bytes. The server then sends all bytes from this offset on, bucket after
+bucket, in frames: `FRAME` (the bucket's number and the frame's length, at most `MOST_FRAME_BYTES`), and the bytes.
+Buckets are numbered from 0; empty buckets are not counted. With the kind `JOIN`, which only the trainer's server
+accepts, the numbers are a worker's position and the port of its server.
 
 Owns: the listener, one thread for each connection, the memory of the buckets while a thread sends from it. Guarantees:
 a connection without a valid hello is closed after `HELLO_SECONDS`, and no more than `most` connections are served at a
@@ -65,7 +65,7 @@ class Store:
         self._next = 0
 
     def put(self, data: memoryview, is_filled: bool) -> int:
-        """Add the next bucket, with its bytes or only with the memory for them. Return the bucket's number."""
+        """Add the next bucket, with its bytes or only with the memory for its bytes. Return the bucket's number."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._held[number] = _Held(data, len(data) if is_filled else 0)
@@ -87,20 +87,20 @@ class Store:
                 self._completed.notify_all()
 
     def memory(self, number: int) -> memoryview:
-        """Wait until the bucket was added. Return its memory."""
+        """Wait until the bucket was added. Return the bucket's memory."""
         with self._lock:
             return self._wait(self._grown, number, lambda held: True).data
 
     def filled(self, number: int, offset: int) -> tuple[memoryview, bool]:
-        """Wait for bytes of a bucket beyond `offset`. Return the bytes that have arrived, and whether they are the last
-        ones.
+        """Wait for bytes of a bucket beyond `offset`. Return the bytes that have arrived, and whether they include the
+        last byte of the bucket.
         """
         with self._lock:
             held = self._wait(self._grown, number, lambda held: held.num_filled > offset)
             return held.data[offset : held.num_filled], held.is_whole
 
     def wait_until_whole(self, number: int, seconds: float) -> None:
-        """Wait until the bucket has arrived. Raise TimeoutError if it does not arrive within `seconds`."""
+        """Wait until the bucket has arrived. Raise TimeoutError if the bucket does not arrive within `seconds`."""
         with self._lock:
             self._wait(self._completed, number, lambda held: held.is_whole, seconds)
 
@@ -148,7 +148,8 @@ class Server:
     """Streams the buckets of `store` to every client that proves `token`.
 
     `most`: limit on simultaneous connections. `timeout`: seconds that a client may take to receive a frame. `join`:
-    called with each connection that joins, its position and port; takes over the connection if it returns True.
+    called with each connection that joins, and with the position and the port of the joining worker. If `join` returns
+    True, it has taken over the connection.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class Server:
 
 
 def _receive_hello(connection: socket.socket) -> tuple[bytes, int, int, int] | None:
-    """Return the fields of a hello. Return None if it does not arrive within `HELLO_SECONDS`."""
+    """Return the fields of a hello. Return None if the hello does not arrive within `HELLO_SECONDS`."""
     deadline, data = time.monotonic() + HELLO_SECONDS, b""
     while len(data) < HELLO.size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -68,7 +68,7 @@ class Link:
         return bytes(data)
 
     def receive_into(self, view: memoryview, deadline: float) -> int:
-        """Wait for bytes, write them to the beginning of `view`, and return their number."""
+        """Wait for bytes, write the bytes to the beginning of `view`, and return the number of bytes."""
         while True:
             try:
                 num_bytes = self.socket.recv_into(view)
@@ -80,7 +80,7 @@ class Link:
             return num_bytes
 
     def end(self, last: bytes) -> None:
-        """Send the last bytes if the connection still exists, and close it. May be called from any thread."""
+        """Send the last bytes if the connection still exists, and close the connection. Any thread may call `end`."""
         with suppress(OSError):
             self.socket.send(last)
         self.close()

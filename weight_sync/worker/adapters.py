@@ -56,8 +56,8 @@ class Merging:
 
     def merge_arrived(self) -> None:
         """Merge weights, in the order of the adapters, up to the first weight with a tensor that has not arrived. If a
-        merge fails, the error is raised later, by `check`, because no call that could report the error waits for a
-        reply now.
+        merge fails, the error is raised later, by `check`, because `merge_arrived` runs while no call waits for a
+        reply, so no reply could report the error.
         """
         try:
             while self._waiting and all(map(self._has_arrived, self._waiting[0][1:])):

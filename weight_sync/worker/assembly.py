@@ -88,8 +88,8 @@ class BaseStagingArea(StagingArea, Protocol):
     """A staging area for the base weights."""
 
     def keep_base(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Record that the staged rows have merged adapters. `tensors`: the values of parameters before that, by name.
-        The tensors must not change afterwards.
+        """Record that the staged rows have merged adapters. `tensors`: the values of parameters before adapters were
+        merged, by name. The tensors must not change afterwards.
         """
         ...
 
@@ -180,7 +180,8 @@ class Destination(Parameters, Protocol):
 
     def served_rows(self, name: str, start: int, length: int) -> torch.Tensor:
         """Return rows [start, start + length) of a served parameter as a dense tensor. For a matrix, `start` must be a
-        multiple of `ROW_MULTIPLE`. `length` must be a multiple too, unless the rows include the last row.
+        multiple of `ROW_MULTIPLE`. `length` must also be a multiple of `ROW_MULTIPLE`, unless the rows include the last
+        row.
         """
         ...
 

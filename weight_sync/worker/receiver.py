@@ -125,7 +125,9 @@ class Closed(Exception):
 
 
 class Writing:
-    """Permission to write. `close` ends the permission. Live weights may be written only after `allow_overwriting`."""
+    """Permission to write. `close` ends the permission to write. Live weights may be written only after
+    `allow_overwriting`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -251,11 +253,11 @@ first, and the trainer's error names the silent worker. The other workers cannot
 class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
-    `served`: the weights that a chain of deltas may begin with; None if the worker serves no complete weights.
-    `named`: where named adapters are received; None if the worker serves none.
-    `publish`: the function that the receiver calls with each event, on the receiver's thread. `progress` may be read at
-    any time. `staging` may be read once the push is verified. After verification, do not call `take` again: the worker
-    takes the staging for the commit, and calls `close`.
+    `served`: the weights that a chain of deltas may begin with; None if the worker serves no complete weights. `named`:
+    where named adapters are received; None if the worker serves no named adapters. `publish`: the function that the
+    receiver calls with each event, on the receiver's thread. `progress` may be read at any time. `staging` may be read
+    once the push is verified. After verification, do not call `take` again: the worker takes the staging for the
+    commit, and calls `close`.
     """
 
     def __init__(
@@ -352,7 +354,9 @@ class Receiver(threading.Thread):
             reader.close()
 
     def _open(self, source: _ReadSource) -> tuple[Reader, Adapters | None, Parameters]:
-        """Open the source. Return its reader, the adapters of the push, and the tensors that the push must contain."""
+        """Open the source. Return the source's reader, the adapters of the push, and the tensors that the push must
+        contain.
+        """
         begin, weights, policy, writing = self._begin, self._weights, self._policy, self._writing
         match source:
             case PeftSource():
@@ -429,7 +433,7 @@ class Receiver(threading.Thread):
 
     def _borrow(self, source: LentSource) -> None:
         """Map the weights that another worker has verified. This worker checks only the location of the weights,
-        because the lender has verified their content.
+        because the lender has verified the content of the weights.
         """
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
@@ -473,7 +477,7 @@ def _open_source(
     policy: PushPolicy,
     is_closed: Callable[[], bool],
 ) -> Reader:
-    """Open the source. Raise PushError if the source is missing or `policy` forbids it. Stop waiting once
+    """Open the source. Raise PushError if the source is missing, or if `policy` forbids the source. Stop waiting once
     `is_closed()`.
     """
     match source:

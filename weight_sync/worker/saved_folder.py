@@ -13,8 +13,8 @@ Guarantees:
 - The record names only folders that are complete and synced to the disk. If the process or the machine stops at any
   moment, the folder has either the old record or the new record, and all folders that this record names.
 - At most one worker on a machine uses the folder. The lock ends with the process, even if the process is killed.
-- Nothing is written, read or removed in the folder except the names above. Names come from the push id and the version,
-  never from a text in a file.
+- Nothing is written, read or removed in the folder except the four entries listed in this docstring. Names come from
+  the push id and the version, never from a text in a file.
 - The worker's user owns the folder and its files, and no other user can write them. The record is bounded before it is
   parsed.
 """

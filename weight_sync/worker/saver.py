@@ -63,7 +63,9 @@ class RestorableEngine(Protocol):
 
 
 class _HostCopies:
-    """Tensors in host memory, to which an `Assembly` writes rows. `tensors`: by name, filled by `rows`."""
+    """Tensors in host memory, to which an `Assembly` writes rows. `tensors`: the tensors by name; `rows` adds a tensor
+    when its first rows are requested.
+    """
 
     def __init__(self, dtype_of: Callable[[str], torch.dtype], shapes: Mapping[str, Sequence[int]]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -79,7 +81,7 @@ class _HostCopies:
 class SaverState:
     """`push`: the saved push; None if nothing is saved. `is_writing`: whether weights are being written, or are about
     to be. `num_saved`, `num_interrupted`, `num_failed`: numbers of writes since the start, by outcome. `error`: why the
-    last write failed; empty if it did not fail.
+    last write failed; an empty string if the last write did not fail.
     """
 
     push: SavedPush | None

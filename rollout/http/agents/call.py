@@ -1,4 +1,4 @@
-"""The common form of requests in all APIs, and the data from which each API writes an answer.
+"""The form to which the requests of all APIs are converted, and the data from which each API writes an answer.
 
 For each API, a function converts a request's body to an `AgentCall`. Does not own: the sessions (`registry`) and the
 handling of calls (`endpoints`).
@@ -41,7 +41,9 @@ class Sent(Fields):
 
 
 def only(field: str, *allowed: str, default: str | None = None) -> BeforeValidator:
-    """Return a validator that allows only some values of a field, and sets the field to `default` if it is missing."""
+    """Return a validator for objects that allows only the values `allowed` for the field `field`. If the field is
+    missing, the validator sets the field to `default`.
+    """
 
     def check(given: Any) -> Any:
         if not isinstance(given, dict):
@@ -56,13 +58,13 @@ def only(field: str, *allowed: str, default: str | None = None) -> BeforeValidat
 
 
 def lines(parts: Iterable[Any]) -> str:
-    """Join the texts of several parts with line breaks, as chat completions do."""
+    """Join the texts of several content parts with line breaks, as chat completions do."""
     return "\n".join(part.text for part in parts)
 
 
 def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]], node: str | None) -> dict[str, Any]:
-    """Return an assistant message in the form of chat completions. `node`: id of the session's answer, if the agent
-    sent it back; otherwise None.
+    """Return an assistant message in the form of chat completions. `node`: id of the answer in the session, if the
+    agent sent this id back with the message; otherwise None.
     """
     told = {"reasoning_content": reasoning, "tool_calls": calls, NODE_FIELD: node}
     return {"role": "assistant", "content": content} | {name: value for name, value in told.items() if value}
@@ -95,13 +97,13 @@ def _as_response_format(given: Any) -> Any:
 
 
 FlatFormat: TypeAlias = Annotated[ResponseFormat, BeforeValidator(_as_response_format)]
-"""The requested format of an answer. Here, `schema` is a field beside `type`; in `response_format` of chat completions,
-it is nested in `json_schema`.
+"""The requested format of an answer. In this format, `schema` is a field beside `type`; in `response_format` of chat
+completions, `schema` is nested in `json_schema`.
 """
 
 
 def told_format(format: ResponseFormat) -> dict[str, Any] | None:
-    """Return a format as `response_format` of chat completions; None for plain text."""
+    """Convert the requested format of an answer to `response_format` of chat completions; None for plain text."""
     return None if format.type == "text" else dict(format)
 
 
@@ -109,10 +111,10 @@ def told_format(format: ResponseFormat) -> dict[str, Any] | None:
 class Context:
     """The data from which an API writes its answer.
 
-    `node`: the answer's node in the session; ids in the answer contain it. `created`: seconds since 1970. `model`: the
-    served model's name. `token_text`: returns the text of a token. `prompt_token_ids`: the prompt that the worker gets.
-    `params`: the sampling parameters of the session and the request. `new_parser`: returns a parser for the answer.
-    `eos_token_ids`: end-of-sequence tokens of the model.
+    `node`: id of the answer's node in the session; the ids in the answer contain this id. `created`: seconds since
+    1970. `model`: the served model's name. `token_text`: returns the text of a token. `prompt_token_ids`: the prompt
+    that the worker gets. `params`: the sampling parameters of the session and the request. `new_parser`: returns a
+    parser for the answer. `eos_token_ids`: end-of-sequence tokens of the model.
     """
 
     node: str
@@ -130,10 +132,10 @@ class AgentCall:
     """A request of an agent.
 
     `messages`, `tools`, `tool_choice`, `chat_template_kwargs`: as in OpenAI's chat completions. `sampling`: sampling
-    parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `model`: the model
-    that the request names. `top_logprobs`: the number of most probable tokens to record for each token. `form`: returns
-    the object that writes the answer in the API's format. `token_bytes`: size of an answer that is not a stream.
-    `names_events`: as in `event_stream`.
+    parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `model`: the name
+    of the model in the request. `top_logprobs`: for each generated token, the number of most probable tokens to record.
+    `form`: returns the object that writes the answer in the API's format. `token_bytes`: estimated bytes per token in
+    an answer that is not a stream. `names_events`: as in `event_stream`.
     """
 
     messages: list[dict[str, Any]]

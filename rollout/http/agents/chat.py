@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, for a session."""
+"""OpenAI's chat completions, as calls of a session."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The paths below `/sessions`: begin a session, call it, read its samples, and delete it.
 
 Owns: the handling of an agent's request, from its body to the answer. Promises: a retry gets the recorded answer, with
-the same tokens. If a client disconnects while the model draws the answer, the call adds nothing to the session.
+the same tokens. If a client disconnects while the model generates the answer, the call adds nothing to the session.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BeginFields(Fields):
 
 
 class RewardFields(Fields):
-    """Fields of a reward. `node`: id of the answer; None for the last answers of all samples."""
+    """Fields of a reward. `node`: id of the answer that gets the reward; None means the last answer of every sample."""
 
     reward: float
     node: Annotated[str, Field(max_length=256)] | None = None
@@ -83,9 +83,9 @@ class ExportFields(Fields):
 
 @dataclass(frozen=True)
 class FromSession:
-    """A call of a session as a source of samples. The last delta of a stream has the whole sample, and the `Asker`
-    sends only the tokens that it has not sent yet. The last delta is the only delta if the answer was recorded earlier,
-    or if a request without `stream` began the call.
+    """Gets the sample of a task from a call of a session. The last delta of a stream has the whole sample, and the
+    `Asker` sends only the tokens of this delta that the `Asker` has not sent yet. The last delta is the only delta if
+    the answer was recorded earlier, or if a request without `stream` began the call.
     """
 
     asked: Asked
@@ -103,8 +103,9 @@ class FromSession:
 
 
 class Exports:
-    """Sends the samples of sessions. At most `MOST_EXPORTS` exports are in memory at a time, and at most one export of
-    each session. An export stays in memory for at most `EXPORT_SECONDS`, even if its client reads slowly.
+    """Sends the samples of sessions. At any time, at most `MOST_EXPORTS` exports are in memory, and no two of these
+    exports belong to the same session. An export stays in memory for at most `EXPORT_SECONDS`, even if its client reads
+    slowly.
     """
 
     def __init__(self, registry: Registry, turns: Turns) -> None:
@@ -123,8 +124,8 @@ class Exports:
                         await response(scope, receive, send)
 
     async def _in_turn(self, stack: AsyncExitStack, opened: OpenSession, format: str) -> Response:
-        """Wait until there is room for another export in memory, and return the response with the samples of a session.
-        Closing `stack` frees the room.
+        """Wait until another export may be in memory, and return the response with the samples of a session. The export
+        counts as in memory until `stack` is closed.
         """
         for place in (opened.export, self._places):
             await stack.enter_async_context(place)
@@ -150,7 +151,9 @@ class _Export(Response):
 
 
 async def _on_thread(work: Callable[[], T]) -> T:
-    """Run `work` on a thread. If cancelled, wait until `work` has ended, because its memory is in use until then."""
+    """Run `work` on a thread. If this call is cancelled, wait until `work` has ended, because the memory of `work` is
+    in use until then.
+    """
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(working)
@@ -228,7 +231,7 @@ class SessionEndpoints:
         return handle
 
     def asking(self, read: Reader) -> Handler:
-        """Return the handler of an API. `read`: reads a request's body."""
+        """Return the handler for the requests of an API. `read`: converts a request's body to an `AgentCall`."""
 
         async def handle(request: Request) -> Response:
             opened, is_retry = self._find(request), _is_retry(request)
@@ -241,7 +244,9 @@ class SessionEndpoints:
         return handle
 
     async def _read(self, request: Request, read: Reader) -> AgentCall:
-        """Read a request's body. Large conversations are read one at a time on a thread."""
+        """Read a request's body, and convert it to an `AgentCall`. Large bodies are converted one at a time, on a
+        thread.
+        """
         body = await self._bodies.read(request)
         if is_small(body):
             return self._call(read, body)
@@ -249,7 +254,7 @@ class SessionEndpoints:
             return await asyncio.to_thread(self._call, read, body)
 
     def _call(self, read: Reader, body: dict[str, Any]) -> AgentCall:
-        """Return the call in a body. Raise HttpError if its texts are too long."""
+        """Convert a request's body to an `AgentCall`. Raise HttpError if the texts of the conversation are too long."""
         call = read(body)
         self._served.check_conversation((call.messages, call.tools, call.chat_template_kwargs))
         return call
@@ -292,9 +297,9 @@ class SessionEndpoints:
                 yield self._asker(opened, asked), task, form
 
     async def _model(self, opened: OpenSession, call: AgentCall) -> ServedModel:
-        """Return the model that answers a call: the model of the session, if it has one, otherwise the adapter that the
-        call names. If the call names neither, the served model answers; the name in the call may then be any text.
-        Raise HttpError if the session's adapter is not loaded.
+        """Return the model that answers a call. If the session has a model, this model answers. Otherwise, if the call
+        names a loaded adapter, this adapter answers. Otherwise, the served model answers, whatever model the call
+        names. Raise HttpError if the session's adapter is not loaded.
         """
         if opened.model is not None:
             return await self._served.named(opened.model)

@@ -1,8 +1,9 @@
 """Anthropic's Messages API (`/v1/messages`): read requests as calls of a session, and write the answers.
 
-The API: https://platform.claude.com/docs/en/api/messages. Thinking is the model's reasoning. Each result of a tool
-becomes a message of the role `tool`, which precedes the other texts of the user's message. The texts of an assistant's
-blocks are concatenated; other texts are joined with line breaks, as in chat completions.
+The API: https://platform.claude.com/docs/en/api/messages. Thinking is the model's reasoning. Each tool result in a
+user's message becomes a message of the role `tool`, which precedes the texts of the user's message. The texts of the
+blocks of an assistant's message are concatenated. The texts of the blocks of any other message are joined with line
+breaks, as in chat completions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .call import (
 
 
 def _as_blocks(content: Any) -> Any:
-    """Return content as a list of blocks. Content that is a text becomes one block of type text."""
+    """Return the content of a message as a list of blocks. Content that is a string becomes one block of type text."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -48,7 +49,9 @@ class _Text(Sent):
 
 
 class _Thinking(Sent):
-    """A block of thinking. `signature`: the node of the answer, if the block comes from this session."""
+    """A block of thinking. `signature`: id of the node of the answer that contains this block, if the answer belongs to
+    this session.
+    """
 
     type: Literal["thinking"]
     thinking: str
@@ -139,8 +142,8 @@ _Message = Annotated[
 
 
 class _Tool(Sent):
-    """A tool. `strict` is ignored: a call is guaranteed to follow the tool's schema only if `tool_choice` requires the
-    call.
+    """A tool. `strict` is ignored. A tool call is guaranteed to follow the tool's schema only if `tool_choice` requires
+    a tool call.
     """
 
     IGNORED = frozenset({"cache_control", "eager_input_streaming", "strict"})
@@ -213,7 +216,9 @@ class _Prompt(Sent):
 
 
 class _Request(_Prompt):
-    """All fields of a request for a message. `temperature`, `top_p` and `top_k` are checked as sampling parameters."""
+    """All fields of a request for a message. `temperature`, `top_p` and `top_k` are checked later, together with the
+    other sampling parameters.
+    """
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] = []
@@ -223,7 +228,7 @@ class _Request(_Prompt):
     stream: bool = False
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters that the request has."""
+        """Return the sampling parameters that the request sets."""
         return present(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -237,8 +242,8 @@ class _Request(_Prompt):
 def read_messages_call(body: dict[str, Any]) -> AgentCall:
     """Parse a request for a message. Raise HttpError if the request is not supported.
 
-    Clients that get an error with the code `thread_unsupported_request` in its details send the request again without
-    `thread`.
+    A request with `thread` gets an error with the code `thread_unsupported_request`. A client that gets this code sends
+    the request again without `thread`.
     """
     if body.get("thread") is not None:
         text = "thread: not supported, because a session has the whole conversation; send all messages without thread"
@@ -283,9 +288,9 @@ def _choice(own: _Prompt) -> str | dict[str, Any]:
 class MessageForm:
     """Writes a message.
 
-    If the model resumes thinking after it has written text, a stream has several blocks of thinking and several of
-    text. All blocks of one type, joined, equal the single block of this type in the whole message. A stream ends with
-    the tool calls.
+    If the model resumes thinking after it has written text, a stream has several blocks of thinking and several blocks
+    of text. A message that is not streamed has only one block of each type, with the concatenated texts of the streamed
+    blocks of this type. A stream ends with the tool calls.
     """
 
     context: Context
@@ -342,8 +347,8 @@ class MessageForm:
         }
 
     def _grown(self, kind: str, text: str) -> list[dict[str, Any]]:
-        """Return the events that append a text to the open block, or to a new block if the open one is of another
-        type.
+        """Return the events that append a text to the open block. If the open block is not of type `kind`, the text is
+        appended to a new block.
         """
         if not text:
             return []

@@ -2,11 +2,11 @@
 
 A session is reached by its capability, a secret text that `POST /sessions` returns. The capability gives access to this
 session only. Owns: digests of the capabilities (but not the capabilities themselves), and the bounds on the number of
-sessions and on their memory. Guarantees:
+sessions and on the memory of all sessions. Guarantees:
 
 - A wrong capability and the capability of a deleted session give access to nothing. The time of a lookup reveals
   nothing about other capabilities.
-- A session without requests is deleted after `session_seconds`.
+- A session is deleted after `session_seconds` without a request.
 - Deleting a session ends its running calls.
 - No session and no call begins while the sessions together use `max_session_bytes` or more.
 """
@@ -41,10 +41,11 @@ class OpenSession:
     """A session, and the data that the front end keeps about it.
 
     `client`: the client that began the session. `sampling`: sampling parameters of all calls, in the form of the fields
-    of `/v1/chat/completions`. `template`: arguments of the chat template for all calls. `model`: the served
-    model or adapter that answers all calls; None if each call may name an adapter. `created`: seconds since 1970.
-    `used`: monotonic time of the last request. `num_open`: number of running requests. `num_bytes`: memory of the
-    session after its last request. `is_ended`: whether the session was deleted. `export`: held during an export.
+    of `/v1/chat/completions`. `template`: arguments of the chat template for all calls. `model`: the served model or
+    adapter that answers all calls; None if each call may name an adapter. `created`: seconds since 1970. `used`:
+    monotonic time at which the last request ended. `num_open`: number of running requests. `num_bytes`: memory of the
+    session after its last request. `is_ended`: whether the session was deleted. `export`: a lock, held while samples
+    are exported.
     """
 
     session: AsyncSession
@@ -67,7 +68,7 @@ class OpenSession:
 
 
 class Registry:
-    """The open sessions. `config`: `max_sessions`, `max_session_bytes` and `session_seconds`."""
+    """The open sessions, limited by `max_sessions`, `max_session_bytes` and `session_seconds` of `config`."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
@@ -87,7 +88,7 @@ class Registry:
         return capability
 
     def find(self, capability: str) -> OpenSession:
-        """Return the session of a capability. Raise HttpError if there is no such session."""
+        """Return the session of a capability. Raise HttpError if no session has this capability."""
         opened = self._opened.get(_digest(capability))
         if opened is None:
             text = "session: there is no open session with this id; begin one with POST /sessions"
@@ -98,8 +99,8 @@ class Registry:
     def request(self, opened: OpenSession, adds: bool = False) -> Iterator[None]:
         """Context manager for a request to a session. The session does not expire during the request.
 
-        `adds`: whether the request may add to the session. Such a request raises HttpError while all sessions together
-        use `max_session_bytes` or more.
+        `adds`: whether the request may add messages to the session. If `adds` is true, raise HttpError while all
+        sessions together use `max_session_bytes` or more.
         """
         if adds:
             self._check_room()
@@ -112,12 +113,14 @@ class Registry:
             self._count(opened)
 
     async def end(self, capability: str) -> None:
-        """Delete a session. Raise HttpError if there is no such session."""
+        """Delete the session of a capability. Raise HttpError if no session has this capability."""
         opened = self.find(capability)
         await self._end(_digest(capability), opened)
 
     async def run(self) -> None:
-        """Delete sessions without requests, until cancelled. Then end all sessions."""
+        """Until this call is cancelled, delete sessions that got no request for `session_seconds`. Then end all
+        sessions.
+        """
         try:
             while True:
                 await asyncio.sleep(min(_MOST_PAUSE, self._config.session_seconds / 4))
@@ -141,7 +144,7 @@ class Registry:
         await opened.session.close()
 
     def _count(self, opened: OpenSession) -> None:
-        """Note the memory of a session, unless it was deleted."""
+        """Record how much memory a session uses now. Does nothing if the session was deleted."""
         if not opened.is_ended:
             self._num_bytes += opened.session.num_bytes - opened.num_bytes
             opened.num_bytes = opened.session.num_bytes

@@ -1,9 +1,9 @@
 """OpenAI's Responses API (`/v1/responses`): read requests as calls of a session, and write the answers.
 
 The API: https://developers.openai.com/api/reference/resources/responses. Consecutive items of the assistant become one
-message, in which their texts are concatenated; other texts are joined with line breaks, as in chat completions. The
-reasoning of a response is in the `content` of items of type `reasoning`, as OpenAI specifies for open models. Responses
-are never stored.
+message, with the concatenated texts of these items. The texts of the parts of any other item are joined with line
+breaks, as in chat completions. The reasoning of a response is in the `content` of items of type `reasoning`, as OpenAI
+specifies for open models. Responses are never stored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Text(Sent):
 
 
 def _as_texts(content: Any) -> Any:
-    """Return content as a list of parts. Content that is a text becomes one part."""
+    """Return the content of a message as a list of parts. Content that is a string becomes one part."""
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
@@ -66,7 +66,7 @@ class _Item(Sent):
 
     @property
     def node(self) -> str | None:
-        """The node of the answer that this item claims to belong to."""
+        """Id of the node of the answer to which this item claims to belong; None if the item names no answer."""
         found = _ID.fullmatch(self.id or "")
         return found and found[1]
 
@@ -94,9 +94,7 @@ class _ReasoningText(Sent):
 
 
 class _Reasoning(_Item):
-    """An item of reasoning. Summaries and encrypted reasoning are ignored, because chat templates cannot render
-    them.
-    """
+    """An item of reasoning. Summaries and encrypted reasoning are ignored, because no chat template renders either."""
 
     IGNORED = _MARKS | {"summary", "encrypted_content"}
 
@@ -143,13 +141,13 @@ _AnyItem = Annotated[
 
 
 def _as_items(given: Any) -> Any:
-    """Return the input as a list of items. An input that is a text becomes one message of the user."""
+    """Return the field `input` of a request as a list of items. An input that is a string becomes one user message."""
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 class _Tool(Sent):
-    """A function. `strict` is ignored: a call is guaranteed to follow the function's schema only if `tool_choice`
-    requires the call.
+    """A function. `strict` is ignored. A call of the function is guaranteed to follow the function's schema only if
+    `tool_choice` requires a tool call.
     """
 
     IGNORED = frozenset({"strict"})
@@ -191,7 +189,9 @@ _Metadata = Annotated[
 
 
 class _Request(Sent):
-    """The fields of a request. `temperature` and `top_p` are checked as sampling parameters."""
+    """The fields of a request for a response. `temperature` and `top_p` are checked later, together with the other
+    sampling parameters.
+    """
 
     IGNORED = frozenset(
         {
@@ -231,7 +231,7 @@ class _Request(Sent):
     reasoning: _ReasoningConfig = _ReasoningConfig()
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters that the request has."""
+        """Return the sampling parameters that the request sets."""
         return present(
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
@@ -291,7 +291,7 @@ def _choice(own: _Request) -> str | dict[str, Any]:
 
 
 def _settings(own: _Request, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a response repeats from its request."""
+    """Return the settings of a request that the response repeats."""
     told = {name: getattr(own, name) for name in ("instructions", "metadata", "parallel_tool_calls", "tool_choice")}
     return told | {
         "background": False,
@@ -305,7 +305,7 @@ def _settings(own: _Request, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told_format(format: ResponseFormat) -> dict[str, Any]:
-    """Return the format of a response, without its description, because a description may be long."""
+    """Return the format of a response, without the format's description, which may be long."""
     if format.json_schema is None:
         return {"type": format.type}
     name = str(format.json_schema.get("name"))[:64]
@@ -314,7 +314,9 @@ def _told_format(format: ResponseFormat) -> dict[str, Any]:
 
 @dataclass
 class _OpenItem:
-    """An item of type message or reasoning that may grow. `index`: the index of the item in the output."""
+    """A streamed item of type message or reasoning, to which text may still be appended. `index`: the index of the item
+    in the output.
+    """
 
     type: str
     id: str
@@ -344,12 +346,13 @@ class _OpenItem:
 
 @dataclass
 class ResponseForm:
-    """Writes a response. `settings`: the settings that the response repeats from its request.
+    """Writes a response. `settings`: the settings of the request that the response repeats.
 
-    If the model resumes reasoning after it has written text, a stream has several items of reasoning and several of
-    text. All items of one type, joined, equal the single item of this type in the whole response. A stream ends with
-    the tool calls. An answer without text and calls has a message with an empty text, so that a client which sends all
-    messages back also sends this answer back. The tokens of the reasoning are not counted separately.
+    If the model resumes reasoning after it has written text, a stream has several items of reasoning and several items
+    of text. A response that is not streamed has only one item of each type, with the concatenated texts of the streamed
+    items of this type. A stream ends with the tool calls. An answer with neither text nor tool calls has a message with
+    an empty text, so that a client which sends all messages back also sends this answer back. The tokens of the
+    reasoning are not counted separately.
     """
 
     settings: dict[str, Any]
@@ -400,7 +403,7 @@ class ResponseForm:
         return f"{prefix}_{self.context.node}_{len(self._output)}"
 
     def _grow(self, kind: str, text: str) -> None:
-        """Append a text to the open item, or to a new item if the open one is of another type."""
+        """Append a text to the open item. If the open item is not of type `kind`, append the text to a new item."""
         if text:
             item = self._open if self._open is not None and self._open.type == kind else self._begin(kind)
             item.texts.append(text)

@@ -12,7 +12,7 @@
 | `routes`   | the list of paths                                                                                     |
 
 Promises: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. A field that
-this server does not support is refused by name. A commit serves exactly the version that was pulled; otherwise the
-worker keeps its weights. No path deserializes pickles. A path of SGLang that needs pickles is refused, with an error
-that names the path to use instead.
+this server does not support is refused with an error that names the field. A commit makes the worker serve exactly the
+version that was pulled. If the commit fails, the worker keeps its weights. No path deserializes pickles. A path of
+SGLang that needs pickles is refused, with an error that names the path to use instead.
 """

@@ -1,8 +1,7 @@
-"""Answers of `/generate` in SGLang's form: whole, or as a stream of events. Each event repeats the whole answer so
-far.
+"""Answers of `/generate` in SGLang's form: whole, or as a stream of events. Each event repeats the whole answer so far.
 
-Promises: the total size of all events of a stream is at most about `GROWTH` + 1 times the size of the last event. So
-the cost of a stream does not grow with the square of its length.
+Promises: the total size of all events of a stream is at most about `GROWTH` + 1 times the size of the last event.
+Therefore, the cost of a stream does not grow with the square of its length.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ class _Growing:
 class GenerateForm:
     """Writes samples in SGLang's form.
 
-    `names`: the name of each prompt's request. `prompts`: the prompts. `has_logprobs`: answers have log-probs. `start`:
-    the first token of a prompt with a log-prob. `num_top`: number of most probable tokens per position. `scores`: the
-    scores of the prompts' tokens after `start`, or None. `experts_start`: the first token with routed experts.
-    `num_samples`: number of samples per prompt. `is_list`: the answer is a list. `only_scores`: the request only scores
-    its prompts.
+    `names`: the name of each prompt's request. `prompts`: the prompts. `has_logprobs`: whether answers have log-probs.
+    `start`: index of the first prompt token in the answer's list of log-probs. `num_top`: number of most probable
+    tokens per position. `scores`: for each prompt, the scores of the tokens after `start`, or None. `experts_start`:
+    index of the first token for which the answer has routed experts. `num_samples`: number of samples per prompt.
+    `is_list`: whether the answer is a list. `only_scores`: whether the request only scores its prompts.
     """
 
     names: list[str]
@@ -156,9 +155,7 @@ def _told_logprobs(token_ids: Sequence[int], columns: Columns) -> dict[str, Any]
 
 
 def _entries(token_ids: Sequence[int], logprobs: Sequence[float | None]) -> Rows | list[Any]:
-    """Return `[log-prob, token id, null]` for each token. On request, SGLang returns the token's text in place of
-    null.
-    """
+    """Return `[log-prob, token id, null]` for each token. SGLang can return the token's text in place of null."""
     pairs = zip(logprobs, token_ids, strict=True)
     return rows(([logprob, token_id, None] for logprob, token_id in pairs), len(token_ids))
 
@@ -168,7 +165,7 @@ def _top(best: list[tuple[int, float]]) -> list[list[Any]]:
 
 
 def _int32(array: np.ndarray) -> Binary:
-    """Return the elements as int32 in base64, without a header."""
+    """Return the elements of an array as int32 in base64, without a header."""
     return Binary(array.astype("<i4"), has_header=False)
 
 

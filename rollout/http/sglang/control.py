@@ -1,4 +1,4 @@
-"""SGLang's paths that end, pause and continue generation and release memory, and the paths that are refused."""
+"""SGLang's paths that control the worker (abort, pause, continue, memory), and SGLang's paths that are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class AbortFields(Fields):
 
 
 class PauseFields(Fields):
-    """Fields of `/pause_generation`. `mode`: running requests end (`abort`) or continue later (`retract`)."""
+    """Fields of `/pause_generation`. `mode`: what happens to running requests: they end (`abort`), or continue after
+    the pause (`retract`).
+    """
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
@@ -73,8 +75,8 @@ class Control:
         self._lifecycle, self._client, self._names = lifecycle, lifecycle.client, names
 
     async def abort(self, request: Request) -> Response:
-        """End requests. The answers of ended requests have the tokens so far. Without a name, do nothing, as SGLang
-        does.
+        """End requests. The answers of ended requests contain the tokens generated so far. If a body has neither a name
+        nor `abort_all`, do nothing, as SGLang does.
         """
         own = checked(AbortFields, given(read_json(request), set(), {"prefix": (False,)}))
         if own.abort_all:
@@ -104,7 +106,9 @@ class Control:
 
     @changing
     async def release(self, request: Request) -> Response:
-        """Release memory. Weights are kept in host memory, and running requests continue once the memory is back."""
+        """Release memory. A copy of the weights stays in host memory. Running requests continue once the memory is
+        allocated again.
+        """
         own = checked(MemoryFields, given(read_json(request), set(), {}))
         return _told(await self._client.sleep(level=1, tags=own.named, in_flight="recompute"))
 

@@ -51,7 +51,7 @@ SHARED = (
 )
 """Fields of `sampling_params` with the same name and meaning in the other generation endpoints."""
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-"""SGLang's names of sampling parameters, for errors."""
+"""SGLang's names of sampling parameters, for error texts."""
 
 _FAIL_FAST = Field(fail_fast=True)
 _Rid = Annotated[str, Field(min_length=1, max_length=256)]
@@ -61,10 +61,11 @@ class GenerateFields(Fields):
     """Fields of `/generate`.
 
     `input_ids` or `text`: the prompt, or a list of prompts. `rid`: a name for the request, which `/abort_request` uses.
-    For a list of prompts, `rid` is a list of names, or a single name, to which the position of each prompt is appended.
-    `logprob_start_len`: the answer has the log-probs of the prompt from this token on; -1 means none. `extra_key`: only
-    requests with the same key share cached prefixes. `routed_experts_start_len`: the first token for which the answer
-    has routed experts. `lora_path`: the name of a loaded adapter; None means the base weights.
+    For a list of prompts, `rid` is either a list of names or a single name. The position of each prompt is appended to
+    a single name. `logprob_start_len`: index of the first prompt token in the answer's list of log-probs; -1 means no
+    log-probs of the prompt. `extra_key`: only requests with the same key share cached prefixes.
+    `routed_experts_start_len`: index of the first token for which the answer has routed experts. `lora_path`: the name
+    of a loaded adapter; None means the base weights.
     """
 
     input_ids: TokenIds | Annotated[list[TokenIds], _FAIL_FAST] | None = None
@@ -82,7 +83,9 @@ class GenerateFields(Fields):
 
 
 class CustomParams(Fields):
-    """Fields of `custom_params`. `return_top_p_token_ids`: also return the tokens that remained after the filters."""
+    """Fields of `custom_params`. `return_top_p_token_ids`: for each generated token, also return the ids that the
+    filters kept.
+    """
 
     return_top_p_token_ids: bool = False
 
@@ -90,9 +93,9 @@ class CustomParams(Fields):
 class SamplingFields(Fields):
     """Fields of `sampling_params` in addition to `SHARED`.
 
-    `max_new_tokens`: None means the rest of the context; 0 means only log-probs of the prompt.
-    `spaces_between_special_tokens`: has no effect with the tokenizers of this server. `no_stop_trim`: the text contains
-    the stop token or stop string that ended it.
+    `max_new_tokens`: None means up to the end of the context; 0 means that the answer has only log-probs of the prompt.
+    `spaces_between_special_tokens`: has no effect with the tokenizers of this server. `no_stop_trim`: whether the text
+    of a sample contains the stop token or stop string that ended the sample.
     """
 
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**63)] | None = 128

@@ -1,4 +1,4 @@
-"""SGLang's `/generate`: parse a request, get its samples, and keep its name while it runs."""
+"""SGLang's `/generate`: parse a request, get its samples, and register the request's name while the request runs."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from .fields import IGNORED, OFF, RENAMED, GenerateFields, SamplingFields, take_
 
 
 class OpenNames:
-    """The names (`rid`) of open requests, with the ids of their requests to the worker. Several open requests may have
-    the same name.
+    """The names (`rid`) of open requests, and the ids under which the worker runs these requests. Several open requests
+    may have the same name.
     """
 
     def __init__(self) -> None:
         self._ids: defaultdict[str, set[str]] = defaultdict(set)
 
     def ids_of(self, name: str) -> list[str]:
-        """Return the ids of the open requests with this name."""
+        """Return the worker's ids of all open requests with this name."""
         return [*self._ids.get(name, ())]
 
     @contextmanager
@@ -160,7 +160,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
 
 
 async def _prompts(own: GenerateFields, served: ServedModel) -> tuple[list[list[int]], bool]:
-    """Return the prompts, and whether the request has a list of prompts."""
+    """Return the prompts of a request, and whether the request gives a list of prompts."""
     if (own.text is None) == (own.input_ids is None):
         text = "input_ids: give either input_ids or text, and not both"
         raise InvalidRequestError(text, field="input_ids")
@@ -208,7 +208,7 @@ def _check_records(own: GenerateFields, rest: SamplingFields, prompts: list[list
 
 
 def _token_bytes(own: GenerateFields, params: SamplingParams, served: ServedModel) -> TokenBytes:
-    """Return the estimated size of an answer, for each token."""
+    """Return the estimated bytes per token in an answer."""
     entry = ENTRY_BYTES * (1 + own.top_logprobs_num) * own.return_logprob
     routes = Binary.num_chars(4 * served.route_bytes * own.return_routed_experts)
     new = TokenBytes.ID + TokenBytes.TEXT + entry + routes
@@ -220,8 +220,8 @@ def _token_bytes(own: GenerateFields, params: SamplingParams, served: ServedMode
 async def _score(
     own: GenerateFields, prompt: list[int], params: SamplingParams, served: ServedModel
 ) -> ScoreOutput | None:
-    """Return the score of the tokens after token `logprob_start_len` under the model's own distribution; None if the
-    request does not want it, or if there is no such token.
+    """Score the tokens of a prompt after the token with index `logprob_start_len`, under the model's own distribution.
+    Return None if the request does not ask for these scores, or if there is no such token.
     """
     start = own.logprob_start_len + 1
     if not own.return_logprob or not 1 <= start < len(prompt):
@@ -238,7 +238,7 @@ def _not_loaded(adapter: object) -> HttpError:
 
 
 def _renamed(error: HttpError) -> HttpError:
-    """Return the error with SGLang's names of sampling parameters."""
+    """Return a copy of an error that uses SGLang's names of sampling parameters."""
     if error.code == "unknown_parameter":  # this error already names the caller's own spelling
         return error
     if error.code == "model_not_found":

@@ -24,7 +24,7 @@ class Info:
         self._served, self._lifecycle, self._counters = served, lifecycle, counters
 
     async def server(self, request: Request) -> Response:
-        """Return the settings that routers read, and that slime and miles compare with their own."""
+        """Return the settings that routers read, and that slime and miles compare with their own settings."""
         health, engine = await self._health()
         return answer(
             self._model(engine)
@@ -92,7 +92,9 @@ class Info:
         return {"model_path": model, "tokenizer_path": model, "served_model_name": self._served.name}
 
     async def _health(self) -> tuple[protocol.Health, dict[str, Any]]:
-        """Return the worker's health and its engine. Raise HttpError while the worker loads its model."""
+        """Return the worker's health report and the description of the engine in this report. Raise HttpError while the
+        worker loads its model.
+        """
         health = await self._lifecycle.report()
         if health.engine is None:
             raise HttpError(503, "worker: loads its model; try again later", code="unavailable")

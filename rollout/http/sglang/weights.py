@@ -2,9 +2,10 @@
 `/update_weights_from_disk` commits this version. Without a pull, `/update_weights_from_disk` pushes the checkpoint in a
 folder.
 
-slime copies a version into the folder `local_checkpoint_dir` of each machine, and names this folder in the second call.
-Here the folder only identifies the pull. This server neither reads nor writes the folder. If the pulled version is no
-longer staged, the commit is refused, because the folder may contain the checkpoint from which slime began.
+slime copies a version into the folder `local_checkpoint_dir` of each machine, and names this folder in
+`/update_weights_from_disk`. This server neither reads nor writes `local_checkpoint_dir`: the path only identifies the
+pull. If the pulled version is no longer staged, the commit is refused, because `local_checkpoint_dir` may contain the
+checkpoint from which slime began.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class PullFields(Fields):
     """Fields of `/pull_weights`.
 
     `source_dir`: the folder in which the trainer writes a folder `weight_v000123` for each version. A URL is refused,
-    because the front end itself would open it, and the front end has no list of allowed URLs. `target_version`: the
-    version to stage. `local_checkpoint_dir`: identifies the pull in `/update_weights_from_disk`.
+    because the front end itself would open the URL, and the front end has no list of allowed URLs. `target_version`:
+    the version to stage. `local_checkpoint_dir`: the name under which `/update_weights_from_disk` refers to this pull.
     """
 
     local_checkpoint_dir: str
@@ -55,8 +56,8 @@ class FromDiskFields(Fields):
     """Fields of `/update_weights_from_disk`.
 
     `model_path`: `local_checkpoint_dir` of the last pull, or a folder with weights. `weight_version`: the version as a
-    decimal number; None means the pulled version, or the served version plus 1. `abort_all_requests`: first end all
-    running requests of this front end.
+    decimal number; None means the pulled version or, for a folder with weights, the served version plus 1.
+    `abort_all_requests`: first end all running requests of this front end.
     """
 
     model_path: str
@@ -65,8 +66,8 @@ class FromDiskFields(Fields):
 
 
 def _telling(handle: Callable[[Any, Request], Awaitable[str]]) -> Callable[[Any, Request], Awaitable[Response]]:
-    """Decorator that converts the message that a handler returns, or the error that it raises, to SGLang's answer for a
-    push.
+    """Decorator that converts the result of a handler to SGLang's answer for a push. The result is the message that the
+    handler returns, or the error that the handler raises.
     """
 
     @wraps(handle)

@@ -1,7 +1,7 @@
 """Answers in protobuf: the message `SampleResponse` of the package `tinker`.
 
-The field numbers are those of `tinker_public.proto` in tinker 0.38. Log-probs are the bits of the float32 values.
-Format: https://protobuf.dev/programming-guides/encoding/
+The field numbers are the numbers in `tinker_public.proto` of tinker 0.38. Log-probs are encoded as the bits of float32
+values. Format: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STOP, LENGTH = 0, 1
 """The reasons why a sample ended (the enum `StopReason`)."""
 _FLOAT32 = 1
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
-"""An empty cell of `TopkLogprobs`."""
+"""The token id and the log-prob in an empty cell of `TopkLogprobs`."""
 _VARINT, _BYTES = 0, 2
 """Wire types."""
 
@@ -27,8 +27,8 @@ _VARINT, _BYTES = 0, 2
 def sample_response(asked: Asked, samples: Sequence[SampleOutput], score: ScoreOutput | None) -> bytes:
     """Return the answer to a request: its samples in order, and the scores of its prompt.
 
-    `score`: the scores of the prompt from the first requested token on; None if the request has no scores, or if the
-    prompt has one token.
+    `score`: the scores of the prompt from the first requested token on; None if the request asks for no scores, or if
+    the prompt has only one token.
     """
     parts = [_field(1, _sequence(sample)) for sample in samples]
     if asked.start is not None:
@@ -78,8 +78,9 @@ def _tops(token_ids: np.ndarray, logprobs: np.ndarray) -> bytes:
 
 
 def _target_logprobs(targets: Targets, scored: np.ndarray) -> bytes:
-    """Return a tensor of the form of the request's tensor. `scored`: float32 [num_scored, width], the log-probs of the
-    last rows of the tensor. The earlier rows name no token.
+    """Return the log-probs as a tensor. The tensor is dense or in CSR form, like the tensor in the request. `scored`:
+    float32 [num_scored, width], the log-probs of the last rows of the tensor. The earlier rows of the tensor name no
+    token.
     """
     logprobs = np.zeros(targets.ids.shape, np.float32)
     logprobs[len(logprobs) - len(scored) :] = scored
@@ -102,12 +103,12 @@ def _float32(values: np.ndarray) -> bytes:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """Return a field with bytes, a message, or packed integers."""
+    """Encode a protobuf field that contains bytes, a message, or packed integers."""
     return _varint(number << 3 | _BYTES) + _varint(len(content)) + content
 
 
 def _number(number: int, value: int) -> bytes:
-    """Return a field with an integer that is not negative."""
+    """Encode a protobuf field that contains a non-negative integer."""
     return _varint(number << 3 | _VARINT) + _varint(value)
 
 

@@ -31,7 +31,7 @@ SESSION_LABELS = {"type", "tags", "user_metadata", "sdk_version", "project_id", 
 """Fields of `create_session`, which have no effect."""
 INLINE_BYTES = 2**20
 """Maximum size, in bytes, of an answer that is sent at once. For a longer answer, the server first returns only the
-size, if the client accepts this.
+size of the answer, if the client allows this.
 """
 CONCURRENT_REQUESTS = 2000
 """Maximum number of requests that the package `tinker` sends at a time, by its own default."""
@@ -53,8 +53,8 @@ class HeartbeatFields(Fields):
 
 
 class RetrieveFields(Fields):
-    """Fields of `retrieve_future`. `allow_metadata_only`: for a long answer, the server may first return only the
-    size.
+    """Fields of `retrieve_future`. `allow_metadata_only`: whether the server may first return only the size of a long
+    answer.
     """
 
     request_id: Id
@@ -66,7 +66,7 @@ class CancelFields(Fields):
 
 
 class TinkerEndpoints:
-    """Handlers of the Tinker API. `max_requests`: the number of requests at a time that a client should send."""
+    """Handlers of the Tinker API. `max_requests`: maximum number of concurrent requests that a client should send."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TinkerEndpoints:
         return answer({"sample_cancel_enabled": True})
 
     async def health(self, request: Request) -> Response:
-        """Return 200 if the worker answers. Raise HttpError otherwise."""
+        """Return 200 if the worker answers, and raise HttpError otherwise."""
         await self._lifecycle.report()
         return answer({"status": "ok"})
 
@@ -115,7 +115,7 @@ class TinkerEndpoints:
         return answer({"type": "create_session", "session_id": id})
 
     async def heartbeat(self, request: Request) -> Response:
-        """Keep a session open. The client stops its heartbeats at the status 410."""
+        """Keep a session open. A client that gets the status 410 stops its heartbeats."""
         own = checked(HeartbeatFields, given(read_json(request), IGNORED, {}))
         self._promises.session(own.session_id, client_of(request.scope), status=410)
         return answer({"type": "session_heartbeat"})
@@ -167,7 +167,7 @@ class TinkerEndpoints:
         return Response(status_code=204)
 
     async def refuse(self, request: Request) -> Response:
-        """Raise HttpError, because the path is not one of the supported paths, which sample and score."""
+        """Raise HttpError, because this front end supports only the paths of the Tinker API that sample or score."""
         raise HttpError(
             400,
             f"{request.url.path[:200]}: is not supported, because this server only samples and scores; train with "
@@ -176,7 +176,7 @@ class TinkerEndpoints:
         )
 
     def _check_model(self, own: SamplingSessionFields) -> None:
-        """Raise HttpError unless a sampling session is for the served model."""
+        """Raise HttpError if a sampling session names a model other than the served model."""
         name = self._served.name
         expected, told = {"base_model": name, "model_path": MODEL_PATH + name}, own.model_dump()
         given_by = {field: told[field] for field in expected if told[field] is not None}
@@ -193,7 +193,7 @@ class TinkerEndpoints:
         )
 
     async def _answer(self, asked: Asked, user: str | None) -> bytes:
-        """Score the prompt, draw the samples, and return the answer."""
+        """Score the prompt, generate the samples, and return the answer."""
         score = await self._score(asked)
         task = Task(prompts=[asked.prompt], media=[()], params=asked.params, seed=asked.seed, is_stream=False)
         [group] = await FromWorker(self._served.client, task).samples()
@@ -205,8 +205,8 @@ class TinkerEndpoints:
         return sample_response(asked, group, score)
 
     async def _score(self, asked: Asked) -> ScoreOutput | None:
-        """Return the scores that the request asks for, under the model's own distribution; None if it asks for no
-        scores.
+        """Return the scores that the request asks for, under the model's own distribution; None if the request asks for
+        no scores.
         """
         targets, first = asked.targets, len(asked.prompt) if asked.start is None else asked.start
         wanted: dict[str, Any] = dict(top_logprobs=asked.num_top or None, cache_salt=asked.params.cache_salt)

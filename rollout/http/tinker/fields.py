@@ -58,9 +58,9 @@ class PromptFields(Fields):
 class SamplingFields(Fields):
     """Fields of `sampling_params`.
 
-    `stop`: a text, texts, or token ids that end a sample, in addition to the model's end-of-sequence tokens; [] means
-    that nothing ends a sample before `max_tokens`. `max_tokens`: None means the rest of the context. `seed`: None means
-    that the worker chooses the seed.
+    `stop`: a text, a list of texts, or a list of token ids; each of them ends a sample, as the model's end-of-sequence
+    tokens do. [] means that nothing ends a sample before `max_tokens`. `max_tokens`: None means up to the end of the
+    context. `seed`: None means that the worker chooses the seed.
     """
 
     max_tokens: int | None = None
@@ -79,11 +79,11 @@ class SamplingFields(Fields):
 class SampleFields(Fields):
     """Fields of `asample`.
 
-    `sampling_session_id`, `seq_id`: name the request; a request with the same names is the same request. `num_samples`:
-    number of samples. `prompt_logprobs`: the answer has the log-probs of the prompt. `prompt_logprobs_last_n`: the
-    answer has the log-probs of only the last n tokens of the prompt. `topk_prompt_logprobs`, `topk_sample_logprobs`:
-    number of most probable tokens per token of the prompt, and per generated token. `target_prompt_logprobs`: token ids
-    to score at each token of the prompt after the first.
+    `sampling_session_id`, `seq_id`: together identify the request; a request that repeats both is the same request.
+    `num_samples`: number of samples. `prompt_logprobs`: whether the answer has the log-probs of the prompt.
+    `prompt_logprobs_last_n`: the answer has the log-probs of only the last n tokens of the prompt.
+    `topk_prompt_logprobs`, `topk_sample_logprobs`: number of most probable tokens per token of the prompt, and per
+    generated token. `target_prompt_logprobs`: token ids to score at each token of the prompt after the first.
     """
 
     sampling_session_id: Id
@@ -102,9 +102,9 @@ class SampleFields(Fields):
 class Asked:
     """A request for samples and scores.
 
-    `prompt`: the token ids of the prompt. `start`: the first token of the prompt with a log-prob; None if the answer
-    has no log-probs of the prompt. `num_top`: number of most probable tokens per token of the prompt. `targets`: the
-    token ids to score. `fingerprint`: a digest of the request, by which a retry is recognized.
+    `prompt`: the token ids of the prompt. `start`: index of the first prompt token for which the answer has a log-prob;
+    None if the answer has no log-probs of the prompt. `num_top`: number of most probable tokens per token of the
+    prompt. `targets`: the token ids to score. `fingerprint`: a digest of the request, by which a retry is recognized.
     """
 
     prompt: list[int]
@@ -170,7 +170,9 @@ def _params(own: SampleFields, rest: SamplingFields) -> SamplingParams:
 
 
 def _start(own: SampleFields, prompt_len: int) -> int | None:
-    """Return the first token of the prompt with a log-prob; None if the answer has no log-probs of the prompt."""
+    """Return the index of the first prompt token for which the answer has a log-prob; None if the answer has no
+    log-probs of the prompt.
+    """
     if (last := own.prompt_logprobs_last_n) is not None:
         if not own.prompt_logprobs:
             text = "prompt_logprobs_last_n: needs prompt_logprobs; set prompt_logprobs to true"

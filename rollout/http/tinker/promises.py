@@ -1,8 +1,8 @@
 """The open sessions of the Tinker API, and their promises: requests that run while their clients poll for the outcome.
 
-A session's id is a capability, a secret text that `create_session` returns. The ids of its sampling sessions and of its
-promises begin with the session's id. Owns: digests of the capabilities, the running requests, and their outcomes until
-they have been read. Guarantees:
+A session's id is a capability, a secret text that `create_session` returns. The ids of a session's sampling sessions
+and promises begin with the session's id. Owns: digests of the capabilities, the running requests, and the outcomes of
+requests until the clients have read them. Guarantees:
 
 - An id gives access only to the user of its session. A wrong id gives access to nothing.
 - A promise has exactly one outcome: an answer or an error. After the first read, the outcome can be read again for
@@ -10,8 +10,8 @@ they have been read. Guarantees:
 - If a request is sent again while its promise is kept, the repeated request gets the same promise.
 - At most `max_open_requests` promises are running or unread, and no promise begins while promises use
   `max_session_bytes` or more.
-- A session that gets no request for `SILENT_SECONDS` (or `session_seconds`, if that is shorter) ends. The session's
-  running requests end with the session. An outcome that is not read within `session_seconds` is dropped.
+- A session that gets no request for `SILENT_SECONDS` (or `session_seconds`, if that is shorter) ends. When a session
+  ends, its running requests end. An outcome that is not read within `session_seconds` is dropped.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Promise:
 
     @property
     def error(self) -> HttpError | None:
-        """The error of a request that has ended; None if it has an answer."""
+        """The error of a request that has ended; None if the request has an answer."""
         if self.task.cancelled():
             return HttpError(499, "the request was cancelled", code="aborted")
         found = self.task.exception()
@@ -89,8 +89,8 @@ class Promise:
 
 
 class Promises:
-    """The open sessions and their promises. `config`: `max_sessions`, `max_open_requests`, `max_session_bytes` and
-    `session_seconds`.
+    """The open sessions and their promises, limited by `max_sessions`, `max_open_requests`, `max_session_bytes` and
+    `session_seconds` of `config`.
     """
 
     def __init__(self, config: HttpConfig) -> None:
@@ -111,7 +111,9 @@ class Promises:
         return capability
 
     def session(self, capability: str, client: Client, status: int = 404) -> TinkerSession:
-        """Return the session with this id. Raise HttpError with `status` if the client's user has no such session."""
+        """Return the session with the id `capability`. Raise HttpError with `status` if the client's user has no
+        session with this id.
+        """
         found = self._sessions.get(_digest(capability))
         if found is None or found.client.user != client.user:
             text = "session: there is no open session with this id; create a new ServiceClient"
@@ -120,8 +122,8 @@ class Promises:
         return found
 
     def sampling_session(self, id: str, client: Client) -> tuple[TinkerSession, int]:
-        """Return the session of a sampling session, and the sampling session's number. Raise HttpError if there is no
-        such sampling session.
+        """Return the session to which a sampling session belongs, and the number of the sampling session. Raise
+        HttpError if no session has the session id that the sampling session's id contains.
         """
         capability, number = _split(id)
         return self.session(capability, client), number
@@ -131,9 +133,9 @@ class Promises:
     ) -> None:
         """Start a request, unless the same request has a promise already.
 
-        `place`: the result of `sampling_session`. `num_bytes`: memory of the running request. `work`: returns the
-        answer. Raise HttpError if a different request has the same `seq_id`, or if there is no room for another
-        promise.
+        `place`: the result of `sampling_session`. `num_bytes`: estimated memory of the request while it runs. `work`:
+        runs the request, and returns the answer. Raise HttpError if a different request has the same `seq_id`, or if
+        there is no room for another promise.
         """
         session, number = place
         if (known := session.promises.get((number, seq_id))) is not None:
@@ -169,13 +171,15 @@ class Promises:
         return promise.task.done()
 
     def tell(self, promise: Promise) -> None:
-        """Note that the outcome of a promise was read."""
+        """Record that the outcome of a promise was read."""
         if promise.is_kept and promise not in self._told:
             promise.since = time.monotonic()
             self._told[promise] = None
 
     async def run(self) -> None:
-        """End sessions without requests and drop old outcomes, until cancelled. Then end all sessions."""
+        """Until this call is cancelled, end sessions that get no requests, and drop old outcomes. Then end all
+        sessions.
+        """
         try:
             while True:
                 await asyncio.sleep(min(_MOST_PAUSE, self._silent_seconds / 4))
@@ -203,7 +207,7 @@ class Promises:
             self._drop(promise)
 
     def _drop(self, promise: Promise) -> None:
-        """Forget a promise, and end its request."""
+        """Drop a promise, and end the request of the promise."""
         promise.is_kept = False
         promise.task.cancel()
         del promise.session.promises[promise.key]
@@ -212,7 +216,7 @@ class Promises:
         self._num_bytes -= promise.num_bytes
 
     def _finish(self, promise: Promise) -> None:
-        """Note the end of a request, and log a fault."""
+        """Record that the request of a promise has ended. Log the error if the request failed with status 500."""
         error = promise.error
         if error is not None and error.status == 500:
             log.error("a request failed", exc_info=promise.task.exception())
@@ -224,7 +228,9 @@ class Promises:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Drop outcomes that were read, the oldest first, while there are too many or they use too much memory."""
+        """Drop outcomes that were read, the oldest first, until the number of such outcomes and the memory of all
+        promises are within the limits.
+        """
         most, limit = self._config.max_open_requests, self._config.max_session_bytes
         while self._told and (len(self._told) > most or self._num_bytes >= limit):
             self._drop(next(iter(self._told)))
@@ -244,7 +250,9 @@ class Promises:
 
 
 def _split(id: str) -> tuple[str, int]:
-    """Split an id at its number. Return an empty text and 0 for a malformed id."""
+    """Split the id of a sampling session or promise into the id before the last colon and the number after this colon.
+    Return an empty text and 0 for a malformed id.
+    """
     found = _ID.fullmatch(id)
     return (found[1], int(found[2])) if found else ("", 0)
 

@@ -23,7 +23,7 @@ _Target = Annotated[int, Field(ge=NO_TARGET, lt=2**31)]
 
 
 class TensorFields(Fields):
-    """A tensor of token ids, [len(prompt) - 1, K]; -1 names no token.
+    """A tensor of token ids, [len(prompt) - 1, K]; the value -1 stands for no token.
 
     `data`: the elements, row by row. A tensor in CSR form also has `sparse_crow_indices`, the start of each row in
     `data`, and `sparse_col_indices`, the column of each element of `data`. All elements that `data` does not contain
@@ -40,7 +40,7 @@ class TensorFields(Fields):
 @dataclass(frozen=True)
 class Sparse:
     """The positions of the elements of a CSR tensor. `starts`: int64 [num_rows + 1]. `columns`: int64 [num_elements].
-    `rows`, `places`: int64 [num_elements], the row and the position within the row of each element.
+    `rows`, `places`: int64 [num_elements], for each element, its row and its position within the row.
     """
 
     starts: np.ndarray
@@ -53,9 +53,9 @@ class Sparse:
 class Targets:
     """Token ids to score.
 
-    `ids`: int32 [len(prompt) - 1, width]; row i belongs to token i + 1 of the prompt, and -1 names no token. `first`:
-    the first row that names a token. `num_columns`: the number K of columns of the tensor. `sparse`: the positions of
-    the elements of a CSR tensor; None for a dense tensor.
+    `ids`: int32 [len(prompt) - 1, width]; row i belongs to token i + 1 of the prompt, and the value -1 stands for no
+    token. `first`: index of the first row with a token id. `num_columns`: the number K of columns of the tensor.
+    `sparse`: the positions of the elements of a CSR tensor; None for a dense tensor.
     """
 
     ids: np.ndarray
@@ -65,7 +65,7 @@ class Targets:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the log-probs in an answer, in bytes."""
+        """Size of the log-probs of these tokens in an answer, in bytes."""
         return 4 * self.ids.size if self.sparse is None else 12 * len(self.sparse.columns) + 8 * len(self.ids) + 8
 
 

@@ -59,10 +59,11 @@ class InitInfo(Fields):
 
 
 class VersionInfo(Fields):
-    """Fields of `/fetch_weights`, and `update_info` of SkyRL's deltas.
+    """Fields of `/fetch_weights`, and of the `update_info` that SkyRL sends for deltas.
 
     `target_version`: the version to stage or to commit. `sync_dir`: the folder or URL of the chain. `uri`: the folder
-    of the version in the chain; may replace `sync_dir`. `version`: equal to `target_version` if given.
+    of the version in the chain; can be given instead of `sync_dir`. `version`: if given, must be equal to
+    `target_version`.
     """
 
     target_version: Version
@@ -88,13 +89,17 @@ class VersionInfo(Fields):
 
 
 class PathInfo(Fields):
-    """`update_info` of a checkpoint. `path`: a folder on the front end's machine."""
+    """The `update_info` that a trainer sends for a checkpoint. `path`: the folder with the checkpoint, on the front
+    end's machine.
+    """
 
     path: FolderPath
 
 
 class InfoFields(Fields):
-    """Fields of `/update_weights` between start and finish. `update_info`: see `read_update`."""
+    """Fields of `/update_weights` between `/start_weight_update` and `/finish_weight_update`. `update_info`: see
+    `read_update`.
+    """
 
     update_info: dict[str, Any]
 
@@ -108,12 +113,12 @@ class FinishFields(Fields):
 
 
 class NoFields(Fields):
-    """The fields of a request without fields."""
+    """A request that must not have any fields."""
 
 
 class LoadFields(Fields):
-    """Fields of `/skyrl/v1/load_lora_adapter`. The adapter `lora_name` is loaded from the folder `lora_path`, or
-    replaced.
+    """Fields of `/skyrl/v1/load_lora_adapter`. The adapter `lora_name` is loaded from the folder `lora_path`, and
+    replaces a loaded adapter with the same name.
     """
 
     lora_name: AdapterName
@@ -121,15 +126,15 @@ class LoadFields(Fields):
 
 
 def check_init(body: dict[str, Any]) -> None:
-    """Raise HttpError if a body of `/init_weight_transfer_engine` requests a transfer between GPUs."""
+    """Raise HttpError if the body of a request to `/init_weight_transfer_engine` asks for a transfer between GPUs."""
     info = checked(InitFields, body).init_info
     _refuse_others("init_info", info, InitInfo)
     checked(InitInfo, given(info, set(), {}))
 
 
 def read_update(body: dict[str, Any]) -> VersionInfo | PathInfo:
-    """Return the version or the folder that a body of `/update_weights` names. Raise HttpError if the fields are not
-    supported.
+    """Return the version or the folder that the body of a request to `/update_weights` names. Raise HttpError if the
+    fields are not supported.
     """
     info = checked(InfoFields, body).update_info
     kind: type[VersionInfo | PathInfo] = PathInfo if "path" in info else VersionInfo
@@ -138,7 +143,7 @@ def read_update(body: dict[str, Any]) -> VersionInfo | PathInfo:
 
 
 def _refuse_others(name: str, info: dict[str, Any], kind: type[Fields]) -> None:
-    """Raise HttpError if there are fields of vLLM's other transfers, which need NCCL, CUDA IPC or RDMA."""
+    """Raise HttpError if `info` has fields of vLLM's other transfers, which need NCCL, CUDA IPC or RDMA."""
     if others := sorted(info.keys() - kind.model_fields.keys()):
         text = f"{name}: {brief(others[0])} is for transfers by NCCL, CUDA IPC or RDMA, which are refused; {_ADVICE}"
         raise HttpError(400, text, field=name, code="unsupported_parameter")

@@ -1,12 +1,12 @@
-"""vLLM's update of weights in phases, and SkyRL's fetch before it.
+"""vLLM's update of weights in phases, and the fetch that SkyRL adds before `/start_weight_update`.
 
 `/fetch_weights` stages a version of a chain of deltas while the worker generates. `/start_weight_update` begins an
-update. `/update_weights` names the weights: the staged version, or a folder with a checkpoint. `/finish_weight_update`
-makes the worker serve these weights.
+update. `/update_weights` names the new weights: the staged version, or a folder with a checkpoint.
+`/finish_weight_update` makes the worker serve the new weights.
 
-Owns: the update in progress. Promises: until the last phase, the worker serves its previous weights. If a phase fails,
-the update is over. The first phase of a new trainer, `/init_weight_transfer_engine`, ends an update that an earlier
-trainer left behind.
+Owns: the update in progress. Promises: until the last phase of an update, the worker serves its previous weights. If a
+phase fails, the update is over. The first phase of a new trainer, `/init_weight_transfer_engine`, ends an update that
+an earlier trainer left behind.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Phases:
 
     @changing
     async def fetch(self, request: Request) -> Response:
-        """Stage a version while the worker generates. Only the worker reads the chain. Fetching the version that this
-        front end staged or served last is a no-op.
+        """Stage a version while the worker generates. The worker reads the chain of deltas; the front end does not read
+        it. Fetching the version that this front end staged or served last is a no-op.
         """
         own = checked(VersionInfo, given(read_json(request), set(), {}))
         version, place = own.target_version, own.place
@@ -82,8 +82,8 @@ class Phases:
 
     @changing
     async def update(self, request: Request) -> Response:
-        """Record which weights the update will serve: a fetched version, or a checkpoint. Without `update_info`, serve
-        the weights in a folder at once, as this path does outside of updates in phases.
+        """Record which weights the update will serve: a fetched version, or a checkpoint. A request without
+        `update_info` is not a phase: it makes the worker serve the weights in a folder at once.
         """
         queries_of(request, {})
         body = read_json(request)
@@ -133,7 +133,7 @@ class Phases:
         return answer({"world_size": engine["tensor_parallel_size"] * engine["pipeline_parallel_size"]})
 
     async def abort(self, request: Request) -> Response:
-        """End all requests of this front end. Their answers have the tokens so far."""
+        """End all requests of this front end. The answers of ended requests contain the tokens generated so far."""
         checked(NoFields, given(read_json(request), set(), {"request_ids": ([],)}))
         return answer({"status": "aborted", "aborted": await self._lifecycle.client.abort_all()})
 
@@ -151,7 +151,7 @@ class Phases:
         return answer({"status": "ok"})
 
     def _check_staged(self, named: VersionInfo) -> None:
-        """Raise PushError unless the named version is the one that was fetched last."""
+        """Raise PushError if the named version is not the version that was fetched last."""
         place, pulled = named.place, self._staging.pulled
         if pulled is None or (pulled.place, pulled.version) != (place, named.target_version):
             raise PushError(

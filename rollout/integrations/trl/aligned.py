@@ -27,12 +27,12 @@ from .grpo import TruerollGeneration, grpo_trainer
 
 
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
-    """TRL's `GRPOTrainer`, but the policy and the reference model are aligned. Supports models with and without PEFT.
-    Takes the same arguments.
+    """TRL's `GRPOTrainer` with an aligned policy and an aligned reference model. Supports models with and without PEFT.
+    Takes the same arguments as `GRPOTrainer`.
 
     The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`, or float32 for float32 parameters
     without `bf16`. Raise AlignmentError for a model that `align` refuses. Raise ConfigError if a setting of TRL would
-    make the loss use log-probs other than the worker's.
+    make the loss use log-probs that differ from the worker's log-probs.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -69,10 +69,11 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Return log-probs, entropies and None (no auxiliary loss) for the last `logits_to_keep` tokens of each row.
 
-        Log-probs and entropies are float32 [B, logits_to_keep]. Log-probs and entropies refer to the distribution from
-        which the samples were drawn. If the filters drop a token under the current weights, its log-prob is -inf.
-        Entropies have no gradient. Rows are computed in chunks of `batch_size`. `inputs`: the images of all rows, as
-        TRL's processor has returned them, and `num_images`, the number of images of each row.
+        Log-probs and entropies are float32 [B, logits_to_keep]. Log-probs and entropies are computed under the
+        distribution from which the samples were generated. If the sampling filters drop a token under the current
+        weights, the log-prob of this token is -inf. Entropies have no gradient. Rows are computed in chunks of
+        `batch_size`. `inputs`: the images of all rows, as TRL's processor has returned them, and `num_images`, the
+        number of images of each row.
         """
         images = _Images.read(inputs, len(input_ids))
         wanted, size = attention_mask.bool(), batch_size or len(input_ids)
@@ -98,7 +99,7 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
     @cached_property
     def _drawn(self) -> dict[str, Any]:
-        """The arguments of `token_statistics` that say how the samples were drawn."""
+        """The arguments of `token_statistics` that describe how the samples were generated."""
         generation = getattr(self, "vllm_generation", None)
         if isinstance(generation, TruerollGeneration):
             return dict(distribution=generation.params, eos_token_ids=generation.eos_token_ids, masks=generation.masks)
@@ -107,9 +108,9 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
 @dataclass(frozen=True)
 class _Images:
-    """The images of a batch's rows. `ends`: 0, then for each row the number of images up to the end of this row.
-    `pixels`, `grids`: the outputs of the processor for the images; `grids` is None if all images have the same size.
-    `types`: the token types of each row.
+    """The images of a batch's rows. `ends`: the number 0, then for each row the total number of images in this row and
+    in all earlier rows. `pixels`, `grids`: the outputs of the processor for the images; `grids` is None if all images
+    have the same size. `types`: the token types of each row.
     """
 
     ends: list[int]
@@ -141,7 +142,7 @@ class _Images:
         return cls([0, *accumulate(counts)], pixels, grids, types)
 
     def of(self, rows: slice) -> dict[str, Tensor] | None:
-        """Return the argument `media` for some rows; None if these rows have no images."""
+        """Return the argument `media` for the given rows; None if the given rows have no images."""
         first, *_, last = self.ends[rows.start : rows.stop + 1]
         if first == last:
             return None
@@ -154,7 +155,7 @@ class _Images:
 
 
 def _check_settings(trainer: Any) -> None:
-    """Raise ConfigError if TRL would train on log-probs other than the worker's."""
+    """Raise ConfigError if TRL would train on log-probs that differ from the worker's log-probs."""
     args, coef = trainer.args, trainer.router_aux_loss_coef
     for name, is_off, found, why in (
         ("cast_lm_head_to_fp32", not args.cast_lm_head_to_fp32, True, "no worker does that"),
@@ -169,7 +170,7 @@ def _check_settings(trainer: Any) -> None:
     if params.has_filters and trainer.beta:
         raise ConfigError(
             f"beta: {trainer.beta} is not supported with top_k, top_p or min_p: the reference model may filter sampled "
-            "tokens, so the KL from it is infinite; set beta to 0.0, or turn the filters off"
+            "tokens, so the KL divergence is infinite; set beta to 0.0, or turn the filters off"
         )
     if params.min_tokens and not trainer.use_vllm:
         raise ConfigError(
@@ -182,5 +183,5 @@ def _check_settings(trainer: Any) -> None:
     if trainer.tools and found:
         raise ConfigError(
             f"{', '.join(found)}: is not supported with tools, because a worker generates each turn as a separate "
-            "sample, but TRL scores all turns as one sample; leave it out"
+            "sample, but TRL scores all turns as one sample; leave the setting out"
         )

@@ -85,9 +85,9 @@ class TruerollWeightTransfer:
 class TruerollWorker:
     """The argument for `AsyncGRPOTrainer(rollout_worker=...)`.
 
-    Use each `TruerollWorker` together with a `TruerollWeightTransfer` that pushes to the same worker, and for only one
-    call to the trainer's `train`. If training resumes from a checkpoint, the dataset and the seeds start again from the
-    beginning.
+    Use each `TruerollWorker` together with a `TruerollWeightTransfer` that pushes to the same worker. Use each
+    `TruerollWorker` for only one call to the trainer's `train`. If training resumes from a checkpoint, the dataset and
+    the seeds start again from the beginning.
 
     - `client`: a client that only this `TruerollWorker` uses. The client is closed when the training run ends.
     - `args`: the `args` of the trainer; `token_budget` must be set
@@ -101,10 +101,10 @@ class TruerollWorker:
     reward and its group's mean reward, divided by the group's standard deviation.
 
     When TRL trains on a token, the trainer's weights are at most `args.max_staleness` versions newer than the weights
-    that generated the token. TRL takes samples from the queue some time before it trains on them. Samples that would be
-    too old at training time are dropped. Raise ConfigError if every sample would be too old, if `token_budget` is None,
-    or for settings that a worker does not support. AsyncGRPOTrainer does not support images: a row with images ends the
-    training with ConfigError.
+    that generated the token. TRL takes samples from the queue some time before TRL trains on these samples. Samples
+    that would be too old at training time are dropped. Raise ConfigError if every sample would be too old, if
+    `token_budget` is None, or if a worker does not support a setting. AsyncGRPOTrainer does not support images: a row
+    with images ends the training with ConfigError.
     """
 
     def __init__(
@@ -219,8 +219,8 @@ class TruerollWorker:
         return Group(group_id, row, prompt_ids, answer.samples, [as_completion(row["prompt"], text) for text in texts])
 
     async def _deliver_first(self, groups: deque[asyncio.Task[Group]]) -> None:
-        """If the oldest group has arrived, score it and queue its samples. If the oldest group has not arrived, record
-        when the worker last made progress.
+        """If the oldest group has arrived, score the group and queue its samples. If the oldest group has not arrived,
+        record when the worker last made progress.
         """
         if not (await asyncio.wait([groups[0]], timeout=POLL_SECONDS))[0]:
             await self._note_progress()
@@ -239,7 +239,7 @@ class TruerollWorker:
 
 
 class _FreshQueue(queue.Queue[Any]):
-    """A queue that drops stale items when they are taken, and calls `on_drop` for each dropped item."""
+    """A queue that never returns a stale item: `get` drops stale items, and calls `on_drop` for each dropped item."""
 
     def __init__(self, is_fresh: Callable[[Any], bool], on_drop: Callable[[], None]) -> None:
         super().__init__()
@@ -269,10 +269,10 @@ def _versions_taken_ahead(token_budget: int, num_batches: int) -> int:
     """Return the maximum number of versions that the trainer pushes between taking a sample from the queue and training
     on it.
 
-    `num_batches`: batches per update. TRL fetches a batch while the previous batch waits for training. With a token
-    budget, TRL also takes the first sample that does not fit into the batch, and uses it for the following batch. If an
-    update has a single batch, the following batch belongs to the next update. If an update accumulates several batches,
-    the following batch belongs to the same update.
+    `num_batches`: number of batches per update. TRL fetches a batch while the previous batch waits for training. With a
+    token budget, TRL also takes the first sample that does not fit into the batch, and uses this sample for the
+    following batch. If an update has a single batch, the following batch belongs to the next update. If an update
+    accumulates several batches, the following batch belongs to the same update.
     """
     return 2 if token_budget > 0 and num_batches == 1 else 1
 

@@ -22,14 +22,15 @@ _SETTINGS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "ma
 
 
 class WeightsError(TruerollError):
-    """A sample was generated with weights other than those of the trainer's last push."""
+    """A sample was generated with weights other than the weights of the trainer's last push."""
 
 
 def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
     """Return sampling parameters from the settings of a TRL trainer. As in TRL, `generation_kwargs` override the
     trainer's other settings.
 
-    Raise ConfigError for settings that a worker does not support, and TrlMissingError for missing settings.
+    Raise ConfigError if a worker does not support a setting. Raise TrlMissingError if the trainer's settings lack a
+    setting that this integration reads.
     """
     if missing := [name for name in _SETTINGS if name not in settings]:
         raise TrlMissingError(untested("trl", f"the trainer's settings no longer have {', '.join(missing)}"))
@@ -81,7 +82,8 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
     """Check that all samples finished normally with weights of versions `oldest` to `newest`, both inclusive.
 
     Raise TruerollError for a sample that did not finish normally, and WeightsError for a sample from weights of any
-    other version. Raise InvalidRequestError for a sample with tokens that were drawn over KV of older weights.
+    other version. Raise InvalidRequestError for a sample with tokens that were generated over the KV cache of older
+    weights.
     """
     expected = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     for sample in samples:
@@ -95,14 +97,14 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
             if not oldest <= span.version <= newest:
                 raise WeightsError(
                     f"sample: its weights have version {span.version} instead of {expected}, because the worker was "
-                    "restarted, or another program pushed to it; connect the publisher to this worker, and push only "
-                    "from the trainer"
+                    "restarted, or another program pushed to the worker; connect the publisher to this worker, and "
+                    "push only from the trainer"
                 )
 
 
 def logprobs_of(sample: SampleOutput) -> np.ndarray:
     """Return a sample's log-probs as float32 [completion_len]. Every sample has log-probs, because the parameters from
-    `sampling_params` request them.
+    `sampling_params` request log-probs.
     """
     assert sample.logprobs is not None
     return sample.logprobs

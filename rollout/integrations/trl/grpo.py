@@ -1,8 +1,8 @@
 """Use a trueroll worker in `GRPOTrainer`, either through TRL's `rollout_func` or in place of vLLM.
 
 Owns: the decision of when to push weights, and the seed of each group. Does not own: the client and the publisher,
-which callers create and close. Guarantees: every sample comes from the last pushed weights; otherwise WeightsError is
-raised. Two training runs with the same seed get the same samples.
+which callers create and close. Guarantees: a sample that does not come from the last pushed weights raises
+WeightsError. Two training runs with the same seed get the same samples.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
     """Return a function for `GRPOTrainer(rollout_func=...)`. The function generates samples with a worker, and pushes
     the trainer's weights after each update.
 
-    `client`, `publisher`: connected to the same worker. TRL's loss ignores the log-probs that the function returns. For
-    a loss that uses the worker's log-probs, use `trueroll_generation`. The function raises ConfigError for a trainer
-    with several processes, for prompts with images and for settings that a worker does not support. The function raises
-    WeightsError for samples from weights other than the weights of the last push.
+    `client`, `publisher`: a client and a publisher that are connected to the same worker. TRL's loss ignores the
+    log-probs that the function returns. For a loss that uses the worker's log-probs, use `trueroll_generation`. The
+    function raises ConfigError for a trainer with several processes, for prompts with images and for settings that a
+    worker does not support. The function raises WeightsError for samples from weights other than the weights of the
+    last push.
     """
     pushed_state, pushed_version = None, 0
 
@@ -74,10 +75,11 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
 def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> Iterator[None]:
     """Context manager in which each new `GRPOTrainer(use_vllm=True, vllm_mode="server")` uses trueroll instead of vLLM.
 
-    TRL then applies its importance sampling correction to the worker's log-probs, and reports the difference between
-    the log-probs of worker and trainer as `sampling/sampling_logp_difference`. Inside the context, `TruerollGeneration`
-    replaces TRL's class `VLLMGeneration`. A trainer that was created inside the context keeps using trueroll after the
-    context exits. `client`, `publisher`: connected to the same worker.
+    With trueroll, TRL applies its importance sampling correction to the worker's log-probs, and reports the difference
+    between the log-probs of worker and trainer as `sampling/sampling_logp_difference`. Inside the context,
+    `TruerollGeneration` replaces TRL's class `VLLMGeneration`. A trainer that was created inside the context keeps
+    using trueroll after the context exits. `client`, `publisher`: a client and a publisher that are connected to the
+    same worker.
     """
     original = grpo_trainer.VLLMGeneration
     grpo_trainer.VLLMGeneration = functools.partial(TruerollGeneration, client, publisher)
@@ -119,7 +121,9 @@ class TruerollGeneration:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def sync_weights(self) -> None:
-        """Push the trainer's weights. TRL calls this method before it generates, if the weights have changed."""
+        """Push the trainer's weights. If the weights have changed, TRL calls this method before TRL generates
+        samples.
+        """
         self._version += 1
         model = self._accelerator.unwrap_model(self._model)
         # The worker may serve a version of an earlier trainer, which also counted from 1.
@@ -153,7 +157,7 @@ class TruerollGeneration:
 
     @cached_property
     def masks(self) -> GrammarMasks | None:
-        """The masks of the samples' grammar; None without a grammar."""
+        """The masks of the samples' grammar; None if the samples have no grammar."""
         if self.params.structured_outputs is None:
             return None
         return GrammarMasks(self.params, tokenizer_of(self._processor), self._client.health().engine or {})
@@ -163,15 +167,17 @@ class TruerollGeneration:
         model = unwrapped(self._accelerator.unwrap_model(self._model))
         tower = describe(model.config.to_dict() | {"architectures": [plain_class(type(model)).__name__]}).tower
         if tower is None:
-            raise ModelError(f"images: {type(model).__name__} has no vision tower; use a model with one, or no images")
+            raise ModelError(
+                f"images: {type(model).__name__} has no vision tower; use a model with a vision tower, or no images"
+            )
         return TrainerImages(self._processor, tower)
 
 
 def _check_single_process(accelerator: Any) -> None:
     if accelerator.num_processes != 1:
         raise ConfigError(
-            f"trainer: must run in one process (got {accelerator.num_processes}); start it without a launcher, or use "
-            "AsyncGRPOTrainer, which generates in one process for all processes"
+            f"trainer: must run in one process (got {accelerator.num_processes}); start the trainer without a "
+            "launcher, or use AsyncGRPOTrainer, which generates in one process for all processes"
         )
 
 

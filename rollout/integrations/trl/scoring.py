@@ -34,7 +34,7 @@ _NOT_FOR_REWARDS = {"prompt", "prompts", "completion", "completions", "completio
 class Group:
     """The samples of one prompt.
 
-    - `row`: the prompt's row of the dataset
+    - `row`: the prompt's row in the dataset
     - `completions`: texts or messages of the samples, for reward functions
     """
 
@@ -136,7 +136,7 @@ def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[f
 def name_of(func: RewardFunc) -> str:
     """Return a reward function's name for metrics and errors: the name of the function or of its class.
 
-    Looks inside `functools.partial`.
+    For a `functools.partial`, return the name of the wrapped function.
     """
     while isinstance(func, functools.partial):
         func = func.func

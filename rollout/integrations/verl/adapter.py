@@ -88,8 +88,8 @@ def _check_kind(wire_format: str, peft_config: Any) -> None:
 
 
 def _taken_on(loop: asyncio.AbstractEventLoop, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs of `weights` on the calling thread. The pairs are created on the thread of `loop`, because verl
-    has set up its device and its process groups on that thread.
+    """Yield the pairs (name, tensor) of `weights` on the calling thread. The pairs are created on the thread of `loop`,
+    because verl has set up its device and its process groups on that thread.
     """
     pairs = ensure_async_iterator(weights)
 

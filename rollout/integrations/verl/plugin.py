@@ -1,7 +1,7 @@
-"""The plugin that `import verl` loads through the entry point `verl.plugins`. The plugin adds trueroll to verl's two
-registries.
+"""The plugin that `import verl` loads through the entry point `verl.plugins`. The plugin adds trueroll to verl's
+registry of rollout adapters and to verl's registry of replicas.
 
-verl imports plugins in each of its processes. If a plugin fails, verl continues without it.
+verl imports plugins in each of its processes. If a plugin fails, verl continues without the plugin.
 """
 
 # pyright: reportMissingImports=false

@@ -1,11 +1,12 @@
 """verl's server: a Ray actor that forwards verl's requests to its own worker process or fleet.
 
-Owns: the worker or the fleet, its client, and a gate. No request starts while the gate is closed. The gate is closed
-between `abort_all_requests` and `resume_generation`. Does not own: the weights, which the adapter in the trainer's
-process pushes directly to the worker. After a push, the adapter notifies this actor.
+Owns: the worker or the fleet, the client of the worker or the fleet, and a gate that can hold back requests. No request
+starts while the gate is closed. The gate is closed between `abort_all_requests` and `resume_generation`. Does not own:
+the weights, which the adapter in the trainer's process pushes directly to the worker. After a push, the adapter
+notifies this actor.
 
-Guarantees: a request that begins after the end of a push gets no tokens from older weights. Aborted requests return
-their tokens so far.
+Guarantees: a request that begins after the end of a push gets no tokens from older weights. Aborted requests return the
+tokens that were generated so far.
 """
 
 # pyright: reportMissingImports=false
@@ -222,8 +223,8 @@ class TruerollServer:
         self._gate.set()
 
     async def sleep(self) -> None:
-        """Release the memory of weights and KV cache. A push must follow. Running requests continue after the push that
-        follows `sleep`.
+        """Release the memory of weights and KV cache. After a sleep, a push must follow. Running requests continue
+        after the push that follows `sleep`.
         """
         if self._can_sleep:
             await self._client.sleep(level=2)
