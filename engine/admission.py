@@ -53,7 +53,8 @@ class Admission:
 
     `model`: the model's folder, with the tokenizer that is used to find stop strings. `adapters`: the loaded adapters;
     None if the engine serves none. `num_added`: the number of requests added so far. `joined_tokens`: the number of
-    prompt tokens of requests that joined another request's computation of the same prompt.
+    prompt tokens that were not computed again, because their request joined another request's computation of the same
+    prompt.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class Admission:
         return Rules.of(distribution, sorted(_ending_tokens(distribution, self._info)), self._info.vocab_size)
 
     def _place(self, distribution: Distribution, token_ids: np.ndarray, is_given: bool = False) -> Place | None:
-        """Return the `Place` in the distribution's grammar after `token_ids`; None if the distribution has no grammar.
-        Raise the same errors as `Grammars.open`.
+        """Return the `Place` that `token_ids` reach in the distribution's grammar; None if the distribution has no
+        grammar. Raise the same errors as `Grammars.open`.
         """
         if (grammar := distribution.structured_outputs) is None:
             return None

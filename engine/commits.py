@@ -1,7 +1,8 @@
 """The weights that tokens are computed with: commits of the base weights, and named adapters with their own commits.
 
-A named adapter is a LoRA adapter of the base, which requests choose by its name. Requests, sequences and blocks refer
-to the objects of this module. The weights themselves are in `running.weights` and `running.adapters`. Imports nothing.
+A named adapter is a LoRA adapter of the base weights. Requests select a named adapter by its name. Requests, sequences
+and blocks refer to the objects of this module. The weights themselves are in `running.weights` and `running.adapters`.
+Imports nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Adapter:
     """A loaded adapter. A later commit under the same name changes this object.
 
     `commit`: the adapter's last commit. `epoch`: a positive number that differs between all commits of an engine's
-    adapters. KV of one epoch is never reused in another one.
+    adapters. KV that was computed in one epoch is never reused in another epoch.
     """
 
     name: str

@@ -62,8 +62,8 @@ class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
     The only settings that affect the bits of samples are `model`, `dtype`, `quantization`, `kv_cache_dtype`, `device`,
-    `backend` and `pieces`. Besides the settings, only the instruction set that the backend uses affects the bits of
-    samples.
+    `backend` and `pieces`. In addition to these settings, only the instruction set that the backend uses affects the
+    bits of samples.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
@@ -75,13 +75,13 @@ class EngineConfig(BaseModel):
     the weights of a checkpoint and of each push. With `none`, weights have the bits that a trainer pushes; the matrices
     of a quantized checkpoint are dequantized. `auto` keeps the matrices of a quantized checkpoint as they are stored,
     and quantizes pushes to the same format; for other checkpoints, `auto` is `none`. With `int8_dynamic` and
-    `fp8_dynamic`, products also quantize their activations, token by token (`kernels.dynamic`); this needs the backend
-    `cpu` or `reference`. A trainer must use the same quantization as the engine.
+    `fp8_dynamic`, matrix products also quantize their activations, token by token (`kernels.dynamic`). Only the
+    backends `cpu` and `reference` support these two formats. A trainer must use the same quantization as the engine.
 
-    `kv_cache_dtype`: how keys and values are stored: `auto`, in the model's dtype; `int8` or `fp8`, in codes of 8 bits
-    (`kernels.cache_formats`). Each key and value is quantized once, when it is computed. A trainer must use the same
-    setting as the engine. The backends `triton` and `reference` store the values of the codes in the model's dtype, so
-    they save no memory.
+    `kv_cache_dtype`: how keys and values are stored: `auto` stores the values in the model's dtype, `int8` and `fp8`
+    store codes of 8 bits (`kernels.cache_formats`). Each key and value is quantized once, when it is computed. A
+    trainer must use the same `kv_cache_dtype` as the engine. The backends `triton` and `reference` store the quantized
+    values in the model's dtype, so `int8` and `fp8` save no memory with these backends.
 
     `block_size`: tokens per KV block; must be even, because native kernels store tokens in pairs. At most one of
     `num_blocks`, `kv_memory` and `kv_memory_fraction` sets the size of the KV cache. `num_blocks`: the number of
@@ -119,9 +119,9 @@ class EngineConfig(BaseModel):
     host memory. `group` uses a process group of torch: NCCL on GPUs, gloo on a CPU. With `symmetric`, each GPU reads
     the memory of the other GPUs. `auto` is `group` if each rank has a GPU of its own, otherwise `shared`.
 
-    `pieces`: the number of pieces (1, 2, 4 or 8) in which each sum that tensor parallelism splits is computed. A
-    different number of pieces gives samples with different bits. If `pieces` is None, the engine uses the number that
-    suits the model (`kernels.pieces`). A trainer must use the same number of pieces as the engine.
+    `pieces`: tensor parallelism splits some sums; each of these sums is computed in this number of pieces (1, 2, 4 or
+    8). A different number of pieces gives samples with different bits. If `pieces` is None, the engine uses the number
+    that suits the model (`kernels.pieces`). A trainer must use the same number of pieces as the engine.
 
     `max_images`: the maximum number of images in a prompt. If `max_images` is 0, the vision tower is not loaded. If
     `max_images` is above 0, the model must have a vision tower. `max_image_patches`: the maximum number of patches of
@@ -129,14 +129,15 @@ class EngineConfig(BaseModel):
     needed in addition to the KV cache.
 
     `adapter_bytes`: the memory for named adapters, in bytes, in addition to the KV cache; 0: no named adapters. The
-    memory holds A and B of every loaded adapter, and merged weights for the adapters that were used last. The merged
-    weights of an adapter are as large as the weights that it changes. With several ranks, `adapter_bytes` must be 0.
+    adapter memory holds the matrices A and B of every loaded adapter, and merged weights for the most recently used
+    adapters. The merged weights of an adapter are as large as the weights that it changes. With several ranks,
+    `adapter_bytes` must be 0.
 
     `max_record_bytes`: the maximum total size, in bytes, of the records of unfinished samples and scores, in host
     memory. Records are the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` request, and all
     columns of scores that run. If the records exceed the limit after a step, the sample or score with the most record
-    bytes ends with the finish reason `error`. A worker applies the same limit separately to the replies that it stores
-    for unfinished requests.
+    bytes ends with the finish reason `error`. A worker also applies `max_record_bytes`, as a separate limit, to the
+    replies that it stores for unfinished requests.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.
@@ -189,8 +190,8 @@ class EngineConfig(BaseModel):
 
     @property
     def keeps_values(self) -> bool:
-        """Return whether quantizing the values of quantized weights again gives the same bits. The result is False for
-        `auto`, because `auto` may select a format without this property.
+        """Return whether quantized weights that are dequantized and quantized again have the same bits as before. The
+        result is False for `auto`, because `auto` may select a format without this property.
         """
         return not self.quantization.startswith(("nvfp4", "awq", "auto"))
 

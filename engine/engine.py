@@ -55,10 +55,10 @@ class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
     `loaded`: the result of `load_model` for a configuration with the same model, dtype, device and backend as `config`.
-    Pass a loaded model to share weights among engines. `drafter`: used in place of the drafters that
+    Pass a loaded model to share weights among engines. `drafter`: used instead of the drafters that
     `config.speculative` names. If `drafter` is given, `config.speculative` must not be `off`. `draft_always`: in each
-    step, draft as many tokens as possible, whatever they cost. If `drafter` is given, the engine always drafts as many
-    tokens as possible.
+    step, draft as many tokens as possible, whatever the drafts cost. If `drafter` is given, the engine always drafts as
+    many tokens as possible.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def adapters(self) -> AdapterStore | None:
-        """The named adapters; None if the engine serves none. Do not change them except through the engine."""
+        """The named adapters; None if the engine serves none. Change the named adapters only through the engine."""
         return self._executor.adapters
 
     @property
@@ -188,11 +188,11 @@ class Engine:
         request is aborted. `drain`: the caller has already drained the engine, so no running or waiting request may be
         left.
 
-        `keep`: samples that are decoding keep their KV, and the tokens that they draw over it are listed in
-        `SampleOutput.old_kv`. The KV, with the blocks that the samples fill later, is never published. Sequences that
-        are computing a prompt or a score, or are waiting, are computed with the new weights, as with `recompute`. If
-        a sample loses its old KV, for example in a preemption, the KV is computed again with the current weights, and
-        later tokens are not listed.
+        `keep`: samples that are decoding keep their KV. `SampleOutput.old_kv` lists the tokens that these samples draw
+        over the old KV. The old KV is never published; neither are the blocks that these samples fill later. Sequences
+        that are computing a prompt or a score, or are waiting, are computed with the new weights, as with `recompute`.
+        If a sample loses its old KV, for example in a preemption, the KV is computed again with the current weights,
+        and later tokens are not listed in `old_kv`.
 
         Raise RuntimeError if the weights are asleep, if `in_flight` is `drain` and a request is unfinished, or if
         `in_flight` is `keep` and a request with `one_version` is unfinished. Raise RuntimeError if a named adapter is
@@ -264,10 +264,10 @@ class Engine:
         Return the outputs of the step in flight and of aborted requests.
 
         `level`: 1 keeps the weights in host memory; 2 drops the weights, so that new weights must be committed after
-        `wake_up`. Cached prefixes are dropped at both levels. `in_flight`: as in `commit_weights`. Under `recompute`,
-        running requests keep their KV blocks if only the weights are put to sleep. If `in_flight` is `drain` and a
-        request is unfinished, change nothing and raise RuntimeError. Also raise RuntimeError if level 2 would drop the
-        base weights of a named adapter.
+        `wake_up`. A sleep drops cached prefixes at both levels. `in_flight`: as in `commit_weights`. If `in_flight` is
+        `recompute` and only the weights are put to sleep, running requests keep their KV blocks. If `in_flight` is
+        `drain` and a request is unfinished, change nothing and raise RuntimeError. Also raise RuntimeError if level 2
+        would drop the base weights of a named adapter.
         """
         if level == 2 and "weights" in tags:
             self._check_no_adapters("sleep at level 2")
@@ -289,8 +289,8 @@ class Engine:
         self._executor.wake_up(tags)
 
     def interrupt(self, in_flight: InFlight) -> list[Output]:
-        """Drop cached prefixes and the blocks of all running sequences. With `keep`, decoding sequences keep their
-        blocks.
+        """Drop cached prefixes and the blocks of all running sequences. If `in_flight` is `keep`, decoding sequences
+        keep their blocks.
 
         Return the outputs of the step in flight and of aborted requests.
 
@@ -318,7 +318,8 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that `weights`, `kv_cache`, `adapters` (if named adapters are served) and `host_cache` (if
-        there is a host tier) hold now: 0 for memory that is asleep. A and B of adapters never sleep.
+        there is a host tier) hold now: 0 for memory that is asleep. A sleep never releases the matrices A and B of
+        adapters.
 
         Also return `records`, the bytes of host memory that the records of unfinished requests hold (see
         `EngineConfig.max_record_bytes`). For a model with experts, also return `routed_experts`, the bytes of host

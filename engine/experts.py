@@ -1,5 +1,5 @@
-"""Records the experts that steps chose. Sequences that requested routed experts get one row per token. For each expert,
-the recorder counts the tokens.
+"""Records the experts to which steps routed tokens. Sequences that requested routed experts get one row per token. For
+each expert, the recorder counts the tokens that were routed to the expert.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from .scheduling.sequence import Chunks
 
 
 class ExpertRecorder:
-    """Records the experts of each step. `format`: None for a model without experts, for which nothing is recorded.
+    """Records the experts to which each step routed tokens. `format`: None for a model without experts, for which
+    nothing is recorded.
 
     `counts`: see `EngineStats.expert_tokens`.
     """
@@ -23,7 +24,7 @@ class ExpertRecorder:
         self.counts = self._accepted.tobytes()
 
     def record(self, chunks: Chunks, ends: np.ndarray, rows: memoryview | None, counts: bytes) -> None:
-        """Record the experts that a step chose.
+        """Record the experts to which a step routed its tokens.
 
         `ends` (int64 [N]): where the chunks end after rejected drafted tokens are removed. `rows`: the rows of all
         tokens of `chunks`, or None if no sequence records experts and there are no drafts. `counts` (int64 [layers,

@@ -79,7 +79,7 @@ def new_content_hash(image: Placed) -> Any:
 
 
 class Tower(Protocol):
-    """The properties of a vision tower that the checks read: see `kernels.specs.TowerSpec`."""
+    """The properties of a vision tower that the checks of images read: see `kernels.specs.TowerSpec`."""
 
     @property
     def placeholder(self) -> int: ...
@@ -192,7 +192,7 @@ def _check_frames(field: str, image: Placed, tower: Tower) -> None:
 
 
 def check_pixels(images: Sequence[ImageInput], tower: Tower) -> None:
-    """Raise InvalidRequestError unless the arrays of the images fit their sizes, and the tables are finite."""
+    """Raise InvalidRequestError unless the arrays of each image fit the image's size, and all tables are finite."""
     for i, image in enumerate(images):
         _check_arrays(f"images[{i}]", image, tower)
 

@@ -8,11 +8,11 @@ done before `step` returns.
 
 If a model is divided into stages, as many steps are in flight as there are stages. A step needs the last token of each
 of its sequences, so no other step in flight may be drawing one of these tokens. The scheduler therefore divides the
-sequences among the steps. While steps are in flight, no sequence is preempted. With speculative decoding, only one step
-is in flight.
+sequences among the steps in flight. While steps are in flight, no sequence is preempted. With speculative decoding,
+only one step is in flight.
 
 A step computes sequences of a single adapter. If the scheduler plans sequences of several adapters, the pipeline queues
-one step for each adapter, one after the other. These steps together form one turn of the pipeline.
+one step for each adapter, one after the other. The steps that are planned together form one turn of the pipeline.
 
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the steps in flight, decides
 whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not
@@ -232,7 +232,7 @@ class _QueuedStep:
 class Pipeline:
     """Computes the open requests of `ledger`, step by step.
 
-    `commit`: the base weights in use. `experts`: the experts that the steps chose.
+    `commit`: the base weights in use. `experts`: records the experts to which the steps routed tokens.
     """
 
     def __init__(
@@ -303,8 +303,8 @@ class Pipeline:
         return plain.add_drafts({lane: tokens for lane, tokens in drafts.items() if tokens})
 
     def _encode(self, all_layers: bool) -> None:
-        """Encode a part of the image that the oldest sequence waits for. `all_layers`: whether to finish the image,
-        because there is no step to compute meanwhile.
+        """Encode a part of the image that the oldest sequence waits for. `all_layers`: whether to finish the image in
+        this call, because no step can be computed in the meantime.
         """
         encodings, encoder = self._scheduler.running.encodings, self._executor.encoder
         if encodings is None or encoder is None:
@@ -335,8 +335,8 @@ class Pipeline:
         return [output for queued in turn for output in self._settle(queued, is_alone=len(turn) == 1)]
 
     def _settle(self, queued: _QueuedStep, is_alone: bool) -> list[Output]:
-        """Wait for a step, and return its outputs. `is_alone`: whether the step is the only step of its turn. If it is
-        not, the step's time is not recorded, because this time includes the whole turn.
+        """Wait for a step, and return its outputs. `is_alone`: whether the step is the only step of its turn. If the
+        turn has several steps, the step's time is not recorded, because the measured time includes the whole turn.
         """
         results = queued.computation.wait()
         kept = queued.chunks
@@ -373,7 +373,7 @@ class Pipeline:
     def _bound_records(self) -> list[Output]:
         """End the samples and scores with the most record bytes, until the records of open requests are within their
         limit. When this method is called, every sample that has ended must already be closed. A score that has ended
-        may still be open, if its columns of this step are not recorded yet. Such a score can also end with an error.
+        may still be open, if its columns of this step are not recorded yet; such a score can also end with an error.
         """
         outputs = list[Output]()
         while (entry := self._ledger.records.take_excess()) is not None:
@@ -463,7 +463,7 @@ class Pipeline:
     def _go_on(
         self, queued: _QueuedStep, drawn: Drawn
     ) -> tuple[np.ndarray, np.ndarray, list[tuple[int, FinishReason]]]:
-        """Append the accepted draws to each sample that has its own sequence, or defer them.
+        """Append the accepted draws to each sample that has its own sequence, or defer the draws.
 
         Return three values: the number of accepted draws of each decoding sequence (int64 array), which draws are
         deferred (bool array), and a list of (index of the decoding sequence, finish reason) for the samples that end.
@@ -496,8 +496,8 @@ class Pipeline:
         return taken, deferred, ended
 
     def _defer(self, takers: Takers, drawn: Drawn) -> np.ndarray:
-        """Defer the draws on which nothing depends yet, except edits, and return which draws are deferred. Drafters
-        read all tokens before every step.
+        """Defer the draws that nothing but edits reads before the next step, and return which draws are deferred. With
+        drafters, no draw is deferred, because drafters read all tokens before every step.
         """
         decodes, lanes = takers.decodes, self._scheduler.running.lanes
         count = len(decodes)
@@ -509,7 +509,9 @@ class Pipeline:
         return deferred
 
     def _follow(self, takers: Takers, deferred: np.ndarray, drawn: Drawn) -> None:
-        """Make deferred draws known to what edits the next draws of their samples."""
+        """Pass deferred draws to the samples with edits, because the edits of the next draws may depend on the deferred
+        draws.
+        """
         decodes = takers.decodes
         edits_end = self._scheduler.running.lanes.draws["edits_end"][decodes.lanes]
         edited = (deferred & (decodes.ends + 1 < edits_end)).nonzero()[0]

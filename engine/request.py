@@ -34,8 +34,8 @@ from .media import ImageInput
 
 
 class Widths(NamedTuple):
-    """The number of elements per token in columns with lists. `tops`: the number in the columns of the most probable
-    tokens. `targets`: the number in the column of the target tokens.
+    """The number of elements per token in columns with lists. `tops`: the number of elements per token in the columns
+    of the most probable tokens. `targets`: the number of elements per token in the column of the target tokens.
     """
 
     tops: int = 0
@@ -136,7 +136,7 @@ def join_columns(first: Columns, rest: Columns) -> Columns:
 
 
 class GrowingColumns:
-    """Columns to which tokens are appended one by one. `num_bytes`: the size of their content."""
+    """Columns to which tokens are appended one by one. `num_bytes`: the size of the content of all columns."""
 
     def __init__(self, columns: Sequence[Column], widths: Widths) -> None:
         self._columns, self._widths = columns, widths
@@ -218,12 +218,14 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy scalar to a Python value, which strict validation accepts. Return other values unchanged."""
+    """Convert a numpy scalar to a Python value, which strict validation accepts. Return a value that is not a numpy
+    scalar unchanged.
+    """
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _plain_ids(token_ids: Any) -> Any:
-    """Convert an array, or a list with numpy scalars, to a list of plain values. Return anything else unchanged."""
+    """Convert an array, or a list with numpy scalars, to a list of plain values. Return any other value unchanged."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.tolist()
     if isinstance(token_ids, list | tuple) and not {*map(type, token_ids)} <= {int}:
@@ -254,20 +256,20 @@ class Distribution(BaseModel):
 
     All parameters besides the temperature and the filters edit the logits before the temperature divides them. The
     edits affect a greedy choice, too. `kernels.edits` defines the order and the arithmetic of the edits. The prompt is
-    everything before the sample's first token. `allowed_token_ids`: no other token is drawn; None allows all.
-    `bad_words_token_ids`: sequences of tokens that a sample must not contain. `logit_bias`: what is added to the logits
-    of some tokens, as a map from token id to a number from -100 to 100. `repetition_penalty` (1: off) makes tokens of
-    prompt and sample less likely if it is above 1. `frequency_penalty` is subtracted from a token's logit once for each
-    time the token occurs in the sample. `presence_penalty` is subtracted once if the token occurs in the sample. Both
-    penalties are from -2 to 2, and 0 is off.
+    everything before the sample's first token. `allowed_token_ids`: no other token is drawn; None allows all tokens.
+    `bad_words_token_ids`: sequences of tokens that a sample must not contain. `logit_bias`: maps token ids to numbers
+    from -100 to 100, which are added to the logits of the tokens. A `repetition_penalty` above 1 makes tokens of prompt
+    and sample less likely; 1 is off. `frequency_penalty` is subtracted from a token's logit once for each time the
+    token occurs in the sample. `presence_penalty` is subtracted once from the logit of each token that occurs in the
+    sample. `frequency_penalty` and `presence_penalty` are from -2 to 2, and 0 is off.
 
     `min_tokens`: before a sample has this many tokens, the tokens that end a sample are not drawn. The tokens that end
     a sample are the tokens in `stop_token_ids` and, unless `ignore_eos` is set, the model's end-of-sequence tokens.
 
     `structured_outputs`: a `Grammar`, or a map with its fields; None allows all texts. A token is drawn only if the
-    sample's text, including this token, is a prefix of a text of the grammar. The tokens that end a sample are drawn
-    only where the text is complete, unless they are themselves part of the text. Special tokens are never part of the
-    text.
+    sample's text, including this token, is a prefix of a text that the grammar allows. The tokens that end a sample are
+    drawn only where the text is complete, unless they are themselves part of the text. Special tokens are never part of
+    the text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -296,7 +298,7 @@ class Distribution(BaseModel):
     def __init__(self, /, **values: Any) -> None:
         """Raise InvalidRequestError if a parameter is unknown, has the wrong type, or is out of range.
 
-        The error describes the first few faults and counts the remaining ones.
+        The error describes the first few faults, and counts the remaining faults.
         """
         try:
             super().__init__(**{name: plain(value) for name, value in values.items()})
@@ -416,14 +418,14 @@ class SamplingParams(Distribution):
 
     `logprobs`: the distribution under which the log-probs of tokens are computed. `processed`: the distribution from
     which tokens are drawn, after temperature and filters. `temperature`: the distribution after temperature, without
-    filters. `raw`: the model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens
-    that are recorded for each token of the sample. The entropy of the distribution is recorded as well. If
-    `top_logprobs` is 0, only the entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is
-    recorded. `target_token_ids`: for each token of the sample, record the log-probs of these tokens, as
-    `target_logprobs`. `return_sampling_mask`: for each token of the sample, record the tokens that could be drawn after
-    filters and bans, as `kept_token_ids`, and the logarithm of their total probability, as `kept_log_mass`.
-    `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
-    experts. `cache_salt`: only requests with the same salt share cached prefixes.
+    filters. `raw`: the model's own distribution. If `logprobs` is None, the samples have no log-probs. `top_logprobs`:
+    the number of most probable tokens that are recorded for each token of the sample. With `top_logprobs`, the entropy
+    of the distribution is recorded as well. If `top_logprobs` is 0, only the entropy is recorded. If `top_logprobs` is
+    None, neither the tokens nor the entropy is recorded. `target_token_ids`: for each token of the sample, record the
+    log-probs of these tokens, as `target_logprobs`. `return_sampling_mask`: for each token of the sample, record the
+    tokens that could be drawn after filters and bans, as `kept_token_ids`, and the logarithm of their total
+    probability, as `kept_log_mass`. `return_routed_experts`: record the experts chosen for each token of prompt and
+    sample, if the model is a mixture of experts. `cache_salt`: only requests with the same salt share cached prefixes.
 
     `one_version`: never draw a sample's tokens with several versions of the weights. A commit with `in_flight`
     `recompute` then ends a sample that has tokens, with finish reason `abort`. While a request with `one_version` is
@@ -665,9 +667,9 @@ class ScoreRequest:
     the distribution edits logits, the tokens before `start` are the prompt, and the remaining tokens are the sample.
     `spans`, `images`, `adapter`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in
     `SamplingParams`. `target_token_ids`: for each scored token, compute the log-probs of these tokens as well: int32
-    [num_tokens - start, K], K at least 1, or None. Rows with fewer tokens are padded with NO_TARGET, which has the
-    log-prob 0. `return_sampling_mask`: for each scored token, record the tokens that could be drawn from the
-    distribution, as in `SamplingParams`.
+    [num_tokens - start, K], K at least 1, or None. Rows of `target_token_ids` with fewer tokens are padded with
+    NO_TARGET, which has the log-prob 0. `return_sampling_mask`: for each scored token, record the tokens that could be
+    drawn from the distribution, as in `SamplingParams`.
     """
 
     id: str
@@ -700,44 +702,45 @@ class WeightSpan:
 class SampleOutput:
     """A finished sample.
 
-    `token_ids`: all tokens, including those that ended the sample. `logprobs`: float32 [num_tokens], log-probs under
-    the requested distribution, or None. `stop_reason`: the token id or the stop string that ended the sample; None
-    unless the finish reason is `stop`. The token in `stop_reason` may be an end-of-sequence token. `seed`: the derived
-    seed of this sample. `num_cached_tokens`: the number of prompt tokens that this request did not compute itself,
-    because their KV was found in the cache or is shared with another request that computes the same prompt. `error`: a
-    description of the error; None unless the finish reason is `error`. `num_drafted_tokens`: the number of tokens that
-    were drafted for this sample. `num_accepted_tokens`: the number of drafted tokens that became tokens of this sample.
+    `token_ids`: all tokens, including the tokens that ended the sample. `logprobs`: float32 [num_tokens], log-probs
+    under the requested distribution, or None. `stop_reason`: the token id or the stop string that ended the sample;
+    None unless the finish reason is `stop`. The token in `stop_reason` may be an end-of-sequence token. `seed`: the
+    derived seed of this sample. `num_cached_tokens`: the number of prompt tokens that this request did not compute
+    itself, because their KV was found in the cache or is shared with another request that computes the same prompt.
+    `error`: a description of the error; None unless the finish reason is `error`. `num_drafted_tokens`: the number of
+    tokens that were drafted for this sample. `num_accepted_tokens`: the number of drafted tokens that became tokens of
+    this sample.
 
-    `old_kv`: the tokens that were drawn over KV of older weights than the weights that drew them, because a commit with
-    `in_flight` `keep` kept the KV. The version of each span is the version of the weights that computed the oldest part
-    of the KV. Spans are sorted and disjoint. `weight_versions` says which weights drew the tokens.
+    `old_kv`: the tokens that were drawn over KV that older weights had computed, because a commit with `in_flight`
+    `keep` kept the KV. The version of each span in `old_kv` is the version of the weights that computed the oldest part
+    of the KV. The spans of `old_kv` are sorted and disjoint. `weight_versions` says which weights drew the tokens.
 
     `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. The entropy and the
     top tokens belong to the distribution under which `logprobs` is computed. `entropy`: float32 [num_tokens], in nats.
     `top_token_ids`: int32 [num_tokens, k], the most probable tokens in descending order of logit; tokens with equal
     logits are sorted by ascending id. `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the
-    filters kept fewer than k tokens, the lists are filled up with dropped tokens, in ascending order of id. The
+    filters kept fewer than k tokens, `top_token_ids` is filled up with dropped tokens, in ascending order of id. The
     log-prob of a dropped token is -inf. `target_logprobs`: float32 [num_tokens, K], the log-probs of `target_token_ids`
     in the same distribution; None without `target_token_ids`.
 
     `kept_counts`, `kept_log_mass` and `kept_token_ids` are None unless `return_sampling_mask` was requested.
     `kept_token_ids`: int32 [sum of `kept_counts`], the ids of the tokens that could be drawn. For each token of the
     sample, `kept_token_ids` lists all ids that neither filters nor bans excluded, in ascending order. `kept_counts`:
-    int32 [num_tokens], how many ids `kept_token_ids` has for each token. The count is 0 if the whole vocabulary could
-    be drawn. `kept_offsets` says where each token's ids begin and end. `kept_log_mass`: float32 [num_tokens], the
-    natural logarithm of the total probability of the kept tokens. The probability is taken from the distribution after
-    edits and temperature, but before `top_k`, `top_p` and `min_p`. The log-prob of a token in the distribution from
-    which it was drawn is the token's log-prob before `top_k`, `top_p` and `min_p`, minus `kept_log_mass`.
+    int32 [num_tokens], how many ids `kept_token_ids` has for each token. A count of 0 means that the whole vocabulary
+    could be drawn. `kept_offsets` says where each token's ids begin and end. `kept_log_mass`: float32 [num_tokens], the
+    natural logarithm of the total probability of the kept tokens. The total probability is taken from the distribution
+    after edits and temperature, but before `top_k`, `top_p` and `min_p`. The log-prob of a token in the distribution
+    from which it was drawn is the token's log-prob before `top_k`, `top_p` and `min_p`, minus `kept_log_mass`.
     `kept_log_mass` is computed as a token's log-prob before the filters minus the token's log-prob after the filters,
     rounded to float32.
 
     `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
     dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None
     unless `return_routed_experts` was requested and the sample has a token. Row t of `routed_experts` lists the experts
-    that were chosen for token t, in ascending order of id. The tokens of the sample are numbered after the tokens of
-    the prompt. The last token of a sample has no row, because it was never fed to the model. For a drawn token t + 1,
-    row t was computed with the same weights as the draw. The rows of all prompt tokens before the last one were
-    computed with the weights that drew the sample's first token.
+    that were chosen for token t, in ascending order of id. In `routed_experts`, the tokens of the sample are numbered
+    after the tokens of the prompt. The last token of a sample has no row, because it was never fed to the model. For a
+    drawn token t + 1, row t was computed with the same weights as the draw. The rows of all prompt tokens before the
+    last one were computed with the weights that drew the sample's first token.
     """
 
     request_id: str
@@ -768,8 +771,8 @@ class SampleOutput:
         return not self.old_kv
 
     def check_exact(self) -> None:
-        """Raise InvalidRequestError if tokens were drawn over old KV. The log-probs of these tokens differ from the
-        log-probs that `score` or an aligned trainer computes for them with any version of the weights.
+        """Raise InvalidRequestError if tokens were drawn over old KV. If a token was drawn over old KV, its log-prob
+        differs from the log-prob that `score` or an aligned trainer computes, with any version of the weights.
         """
         if self.old_kv:
             first = self.old_kv[0]
@@ -784,8 +787,8 @@ class SampleOutput:
 
     @property
     def kept_offsets(self) -> np.ndarray | None:
-        """Where each token's part of `kept_token_ids` begins and ends: int64 [num_tokens + 1]. Token i has the ids at
-        the indices [offsets[i], offsets[i + 1]). The result is None unless `return_sampling_mask` was requested.
+        """Where each token's part of `kept_token_ids` begins and ends: int64 [num_tokens + 1]. The ids of token i are
+        at the indices [offsets[i], offsets[i + 1]). The result is None unless `return_sampling_mask` was requested.
         """
         return _offsets_of(self.kept_counts)
 
@@ -831,15 +834,15 @@ class SampleDelta:
 class ScoreOutput:
     """The log-probs of a scored sequence.
 
-    `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given the tokens before it.
+    `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given all earlier tokens.
     `finish_reason`: `stop`; `abort` for an aborted score; `error` if the masks of the score's grammar cannot be
-    computed, or if the records of unfinished requests exceed `max_record_bytes`. With `abort` and `error`, `logprobs`
-    is empty. `error`: a description of the error, or None. `entropy`, `top_token_ids`, `top_logprobs` and
-    `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
+    computed, or if the records of unfinished requests exceed `max_record_bytes`. If `finish_reason` is `abort` or
+    `error`, `logprobs` is empty. `error`: a description of the error, or None. `entropy`, `top_token_ids`,
+    `top_logprobs` and `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
 
     `kept_counts`, `kept_log_mass` and `kept_token_ids`: as in `SampleOutput`, for each entry of `logprobs`. The kept
-    tokens at a position do not depend on the token that is given there. If the given token is not one of the kept
-    tokens, its log-prob is -inf, and `kept_log_mass` is computed from the most probable kept token.
+    tokens at a position do not depend on the token that is given at the position. If the given token is not one of the
+    kept tokens, its log-prob is -inf, and `kept_log_mass` is computed from the most probable kept token.
 
     `routed_experts`: as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """

@@ -11,7 +11,7 @@ class PoolStats:
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
     free blocks that hold a prefix listed in the cache's index. `empty`: free blocks that hold no prefix of the cache's
-    index. `on_host`: blocks of content in the host tier.
+    index. `on_host`: slots of the host tier that hold the content of a block of this pool.
     """
 
     window: int | None
@@ -60,10 +60,10 @@ class EngineStats:
     `deferred_admissions`: how many requests waited for another request to compute a prefix, added up over all steps.
     `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
 
-    `host_stored`, `host_restored`: blocks and checkpoints that were copied to the host tier, and back.
-    `host_evictions`: blocks and checkpoints that the host tier dropped for lack of room. `host_hits`: tokens that
-    were restored from the host tier: prompt tokens, and after a preemption also the sample's own tokens. All are 0
-    without a host tier.
+    `host_stored`: blocks and checkpoints that were copied to the host tier. `host_restored`: blocks and checkpoints
+    that were copied back to the device. `host_evictions`: blocks and checkpoints that the host tier dropped for lack of
+    room. `host_hits`: tokens that were restored from the host tier: prompt tokens, and after a preemption also the
+    sample's own tokens. Without a host tier, `host_stored`, `host_restored`, `host_evictions` and `host_hits` are 0.
 
     `shortened_hits`: tokens that were found in the cache but computed again. Tokens are computed again if the
     checkpoint of the recurrent state or the requested routed experts are missing.
@@ -80,7 +80,8 @@ class EngineStats:
     restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete. `checkpoints_on_host`:
     checkpoints in the host tier.
 
-    `rank_wait_us`: how long rank 0 has waited for the other ranks, in microseconds. Comparisons ignore this field.
+    `rank_wait_us`: how long rank 0 has waited for the other ranks, in microseconds. Comparisons of statistics ignore
+    `rank_wait_us`.
 
     `drafts`: one entry per drafter; empty if nothing is drafted.
 

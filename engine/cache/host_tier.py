@@ -1,20 +1,21 @@
 """The host tier: which slots of host memory hold the content of blocks and state checkpoints that left the device.
 
-When the device reuses a cached block, the block's content is copied to a slot. The entry of the prefix index then names
-the slot in place of the block. A lookup finds the entry as before: by epoch, hash, token ids, extra identity and
-parent. Before a sequence resumes after such an entry, the slot's content is copied to a fresh block. A block's content
-is therefore either on the device or on the host. A checkpoint is copied to a running sequence's own slot of the device,
-and stays on the host.
+When the device reuses a cached block, the block's content is copied to a slot. The entry of the prefix index then
+refers to the slot instead of the block. A lookup finds such an entry like any other entry: by epoch, hash, token ids,
+extra identity and parent. Before a sequence resumes after an entry that refers to a slot, the slot's content is copied
+to a fresh block. A block's content is therefore either on the device or on the host. To restore a checkpoint, the
+checkpoint is copied to the running sequence's own slot on the device; the host keeps the checkpoint.
 
-A place is the address of a slot: slot s has the place -1 - s. The addresses of blocks are never negative. Every copy is
-a pair (source, destination) of addresses. The copies are made in the order of the list, before the next step computes.
-A slot can therefore be reused as soon as the copy that reads the slot is in the list.
+The address of a host slot is called its place: slot s has the place -1 - s. The addresses of blocks are never negative.
+Every copy is a pair (source, destination) of addresses. Copies are appended to a list, and are made in the order of the
+list, before the next step computes. A slot can therefore be reused as soon as the copy that reads the slot is in the
+list of copies.
 
 This module does not own the memory of the slots (`host_memory`) or the entries (`prefix_cache`).
 
 Guarantees:
 
-- A slot is reused only after the copies that read it, so a hit restores the content of the entry.
+- A slot is reused only after all copies that read the slot, so a hit restores the content of the entry.
 - The least recently used slot is reused first. Reusing a slot removes the slot from its entry.
 - `clear` makes all slots unreachable at once.
 """
@@ -32,7 +33,8 @@ Copies = list[tuple[int, int]]
 
 class HostTier(Generic[Owner]):
     """`sizes[i]` slots for blocks of group i. When the tier reuses a slot, it calls `lose(i, owner)`. The tier appends
-    its copies to `copies[i]`. `num_stored`, `num_restored`: the numbers of copies to the host and back so far.
+    its copies to `copies[i]`. `num_stored`: the number of copies to the host so far. `num_restored`: the number of
+    copies back to the device so far.
     """
 
     def __init__(

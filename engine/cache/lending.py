@@ -1,8 +1,8 @@
 """Memory that other processes on the same machine can map without a copy.
 
-The lender is the process that fills an arena and seals it. A borrower is a process that maps the arena. After the seal,
-writes are private: a process that writes gets its own copy of the pages, and other processes see no change. This module
-owns the mappings and, until the arena is dropped, the lender's file descriptor.
+The lender is the process that fills an arena and seals it. A borrower is a process that maps the arena. After an arena
+is sealed, writes are private: a process that writes gets its own copy of the pages, and other processes see no change.
+This module owns the mappings and, until the arena is dropped, the lender's file descriptor.
 
 Guarantees: the memory has no name in the file system. The system frees the memory when no process maps it any more,
 even if the processes were killed. A borrower maps exactly the memory that was lent.
@@ -30,8 +30,8 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class LentMemory(NamedTuple):
-    """The description of lent memory: an unnamed file, which process `pid` has open as file descriptor `fd`, with the
-    file's inode and size.
+    """The description of lent memory, which is an unnamed file. Process `pid` has the file open as file descriptor
+    `fd`. The description also includes the file's inode and size.
     """
 
     pid: int
@@ -55,7 +55,7 @@ class LendableArena(HostArena):
             self.is_huge = self._file.allocate(self._memory.data_ptr(), num_bytes)
 
     def lend(self) -> LentMemory:
-        """Seal the memory, and return a description for borrowers. Later writes are not visible to borrowers."""
+        """Seal the memory, and return a description for borrowers. Borrowers do not see writes after this call."""
         file = self._file.descriptor
         self.map_file(file, mmap.MAP_PRIVATE)
         fcntl.fcntl(file, _ADD_SEALS, _SEALS)
@@ -90,7 +90,7 @@ class BorrowedArena(HostArena):
         advise(self._memory.data_ptr(), self._memory.nbytes, _POPULATE_READ)
 
     def set_aside(self) -> bool:
-        """Return False (not supported), because each push borrows other memory."""
+        """Return False (not supported), because each push borrows new memory."""
         return False
 
 
@@ -142,8 +142,8 @@ class _Probe(LendableArena):
 def _may_be_looked_at() -> bool:
     """Return whether other processes of this user may access this process's open files.
 
-    Other processes may not access the files if this process runs with capabilities or as another user (setuid). The
-    files in /proc of a process with capabilities or setuid belong to root.
+    Other processes may not access the files if this process runs with capabilities or as another user (setuid). If a
+    process runs with capabilities or setuid, its files in /proc belong to root.
     """
     return os.stat("/proc/self/fd").st_uid == os.geteuid()
 

@@ -66,8 +66,8 @@ class Arena(ABC):
 
     The memory is zero at first, and also after `restore` if its content was not kept. `num_held`: the bytes that the
     arena holds on its device now, including alignment. Host pages are counted even before they are touched.
-    `copy_note`: the reason why `take` copied host pages, which is slower than moving them; empty if no pages were
-    copied.
+    `copy_note`: the reason why `take` copied host pages instead of moving the pages, which is faster; empty if no pages
+    were copied.
     """
 
     copy_note = ""
@@ -93,11 +93,11 @@ class Arena(ABC):
         """Return tensor number `index` in the order of allocation, counted from 0. The result shares the arena's
         memory.
 
-        Raise ValueError if the tensor has another size.
+        Raise ValueError if the tensor in the arena does not have the requested size.
         """
         start, num_bytes = self._layout[index]
         if math.prod(shape) * dtype.itemsize != num_bytes:
-            raise ValueError(f"arena: tensor {index} has {num_bytes} bytes, not those of {list(shape)} {dtype}")
+            raise ValueError(f"arena: tensor {index} has {num_bytes} bytes, not the size of {list(shape)} {dtype}")
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
     @property
@@ -106,8 +106,8 @@ class Arena(ABC):
         return self._memory.nbytes
 
     def take(self, other: Arena) -> None:
-        """Move the content of another arena into this one. After this call, the other arena's content is undefined. If
-        pages were moved, the other arena now has the former pages of this arena.
+        """Move the content of another arena into this arena. After this call, the other arena's content is undefined.
+        If this call moved pages instead of copying them, the other arena now has the former pages of this arena.
 
         Raise ValueError unless both arenas have tensors of the same sizes in the same order.
         """
@@ -129,8 +129,8 @@ class Arena(ABC):
         """Reallocate the memory. Restore the content if `drop` kept it."""
 
     def set_aside(self) -> bool:
-        """Give up the content, but keep the memory for new content. The system may take the memory back before it is
-        written again. Return False, and change nothing, if this arena does not support the operation.
+        """Give up the content, but keep the memory for new content. The system may reclaim the memory before new
+        content is written. If this arena does not support `set_aside`, change nothing and return False.
         """
         return False
 
@@ -241,7 +241,7 @@ def advise(address: int, num_bytes: int, advice: int) -> bool:
 def _map(memory: Tensor, flags: int, file: int) -> None:
     """Replace the pages of an arena's `memory` with new pages.
 
-    Raise OSError on failure. After a failure, the address may be unmapped.
+    Raise OSError on failure. After a failure, the arena's addresses may be unmapped.
     """
     access, address = mmap.PROT_READ | mmap.PROT_WRITE, memory.data_ptr()
     if _system().mmap(address, max(1, memory.nbytes), access, flags | _FIXED, file, 0) != address:

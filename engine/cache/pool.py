@@ -23,7 +23,7 @@ class Pool(Generic[Owner]):
 
     @property
     def num_free(self) -> int:
-        """The number of blocks without a reference, published or not."""
+        """The number of blocks without a reference, whether they are published or unpublished."""
         return len(self._empty) + len(self._cached)
 
     @property
@@ -52,8 +52,8 @@ class Pool(Generic[Owner]):
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference per block.
 
-        Unpublished blocks are reused before published ones. If several of the freed blocks are published, those that
-        come later in `blocks` are reused first.
+        Unpublished blocks are reused before published blocks. If several of the freed blocks are published, the blocks
+        that come later in `blocks` are reused first.
         """
         for block in reversed(blocks):
             self._references[block] -= 1

@@ -1,4 +1,4 @@
-"""The prefix cache: the index of published prefixes, and the KV blocks that hold them.
+"""The prefix cache: the index of published prefixes, and the KV blocks that hold the prefixes.
 
 | class           | owns                                                                                            |
 |-----------------|-------------------------------------------------------------------------------------------------|
@@ -16,7 +16,7 @@ of window None. An index entry represents a prefix that ends with a full block. 
 names the block that holds the KV of the prefix's last `block_size` tokens. When a block of an entry is reused for other
 tokens, the entry no longer names the block. If the host has a copy of the block's content, the entry names the copy's
 place instead. A sequence releases a block when no later token of the sequence can attend to the block. Until a released
-block is reused, other sequences can still hit the prefix that was published for it.
+block is reused, other sequences can still hit the published prefix that ends with this block.
 
 A prefix of L tokens can be resumed if every group holds the KV that resuming needs. The group of window None must hold
 the KV of all L tokens. A group of window W must hold the KV of tokens [L - W + 1, L). In a group of window W, the token
@@ -33,7 +33,7 @@ Guarantees:
 - An allocation succeeds as a whole or changes nothing.
 - A block in use is never evicted.
 - A cached block can be hit until it is reused, or until it is replaced by a block that is in use and has the same KV.
-- A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
+- A block is hit only if the prompt has the same token ids, the same extra identity and the same preceding blocks. In
   addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
 - `invalidate` drops the index, with all content on the host. The blocks that were cached before `invalidate` are the
   first blocks to be reused. `invalidate` does not affect blocks in use.
@@ -88,7 +88,7 @@ class Chain:
     blocks. `own_salt`: the bytes of the cache salt. `spans`: non-text content, sorted. `has_records`: whether the
     blocks are published with routed experts. If `has_records` is False, sequences that need routed experts do not wait
     for the blocks. `adapter`: the adapter that computes the blocks, or None. `salt`: the bytes that identify the
-    adapter's epoch and the cache salt. These bytes belong to the extra identity of every block.
+    adapter's epoch and the cache salt. The bytes in `salt` belong to the extra identity of every block.
     """
 
     epoch: int
@@ -158,7 +158,7 @@ class BlockIdentity:
             self.append(chain, *self.content(chain, tokens, i))
 
     def append(self, chain: Chain, tokens: bytes, extra: bytes) -> None:
-        """Append the hash of the next block to a chain. `tokens`, `extra`: as `content` returns them."""
+        """Append the hash of the next block to a chain. `tokens`, `extra`: the result of `content` for the block."""
         parent = chain.hashes[-1] if chain.hashes else bytes(16)
         chain.hashes.append(self._digest(parent + tokens + extra))
 
@@ -239,8 +239,9 @@ class BlockTables:
     """Allocates blocks for the tables of sequences, from the pool of each group.
 
     The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
-    `host`: the content of evicted blocks. `num_host_hits`: the number of token blocks that resumed sequences found on
-    the host. `copies`: for each group, the copies that the next step must make first (see `host_tier`).
+    `host`: the content of evicted blocks. `num_host_hits`: how many blocks of tokens resumed sequences found on the
+    host; a block of tokens that several groups restore counts once. `copies`: for each group, the copies that the next
+    step must make first (see `host_tier`).
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class BlockTables:
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:
         """Return a table that holds the blocks needed to resume after `hits`, plus `num_new` fresh blocks per group.
-        Content on the host is restored to further fresh blocks.
+        Content of `hits` that is on the host is copied to additional fresh blocks.
 
         Raise RuntimeError if too few blocks are free.
         """
@@ -352,8 +353,8 @@ class BlockTables:
     def fork(self, table: Table, num_tokens: int) -> Table:
         """Return a new table for the first `num_tokens` tokens of `table`.
 
-        The new table shares the full blocks of `table`, and gets a fresh block for a partial last block, to which the
-        partial block is copied. Enough blocks must be free.
+        The new table shares the full blocks of `table`. If the last block is partial, the new table gets a fresh block,
+        to which the partial block is copied. Enough blocks must be free.
         """
         num_full = num_tokens // self.block_size
         child = Table([blocks[:num_full] for blocks in table.blocks], table.starts.copy())
@@ -396,7 +397,9 @@ class BlockTables:
             pool.release(table.held(group))
 
     def _restore(self, table: Table, hits: Sequence[Entry]) -> None:
-        """Copy held content on the host to fresh blocks, which replace the places in `table` and in its entries."""
+        """Copy content from held host slots to fresh blocks. In `table` and in the entries `hits`, the fresh blocks
+        replace the places of the slots.
+        """
         restored = set[int]()
         for group, (pool, blocks) in enumerate(zip(self.pools, table.blocks, strict=True)):
             for i in range(table.starts[group], len(hits)):
@@ -412,8 +415,8 @@ class BlockTables:
         self.num_host_hits += len(restored)
 
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
-        """Return a table with the blocks that are needed to resume a prefix, or with their places on the host. No
-        references are added.
+        """Return a table with the blocks that are needed to resume a prefix. For a block whose content is on the host,
+        the table has the place of the content. No references are added.
         """
         num_tokens = len(hits) * self.block_size
         starts = [0 if window is None else self.first_needed(window, num_tokens) for window in self.windows]
@@ -498,8 +501,8 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Find the run of blocks after the hits that other chains are computing (see `Claims.find`), and return the
-        hash of the run's last block. The search is limited to blocks within tokens [0, limit).
+        """Find the blocks that other chains are computing and that directly follow the hits (see `Claims.find`). Return
+        the hash of the last block that was found. The search is limited to blocks within tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
@@ -552,9 +555,10 @@ class PrefixCache:
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
         """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
-        An existing entry gets the blocks that it lacks. If the entry already has a cached block, or content on the
-        host, the chain's block replaces it, because the chain's block is in use. Without the replacement, the cached
-        block could be reused while the sequence runs, and later blocks of the chain could not be found.
+        If an existing entry lacks a block in a group, the entry gets the chain's block. If the entry already has a
+        cached block, or content on the host, the chain's block replaces the cached block or the content, because the
+        chain's block is in use. Without the replacement, the cached block could be reused while the sequence runs, and
+        later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)

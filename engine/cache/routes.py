@@ -64,6 +64,6 @@ class RouteRecords:
         if lost or len(self._rows) > self.capacity or {*map(len, self._rows.values())} - {self.block_bytes}:
             raise RuntimeError(
                 f"routes: {len(lost)} of {len(self._rows)} entries with routed experts are not in the index, or more "
-                f"than {self.capacity} entries have routed experts, or those of an entry do not take "
+                f"than {self.capacity} entries have routed experts, or the routed experts of an entry do not take "
                 f"{self.block_bytes} bytes"
             )

@@ -19,8 +19,8 @@ _COLLAPSE, _POPULATE_READ = 25, 22  # advice of madvise
 
 
 class MemoryFile:
-    """Memory as an unnamed file. `descriptor`: the file descriptor, which is closed with this object. Raise OSError if
-    the system cannot open another file.
+    """Memory as an unnamed file. `descriptor`: the file descriptor, which is closed when this object is
+    garbage-collected. Raise OSError if the system cannot open another file.
     """
 
     def __init__(self) -> None:
@@ -92,8 +92,8 @@ class MappedArena(HostArena):
         super().__init__(num_bytes, huge_pages=True)
 
     def map(self, file: int) -> None:
-        """Map the memory with this file descriptor in place of the memory that was mapped before. Raise OSError if the
-        memory cannot be mapped or has another size.
+        """Map the memory that has this file descriptor, instead of the memory that was mapped before. Raise OSError if
+        the memory cannot be mapped or has another size.
         """
         if (found := os.fstat(file).st_size) != max(1, self._memory.nbytes):
             raise OSError(f"the shared memory must have {self._memory.nbytes} bytes (got {found})")

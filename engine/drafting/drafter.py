@@ -28,7 +28,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, counts: Mapping[Sequence, int]) -> AnySequence[AnySequence[int]]:
-        """Guess the next tokens of some sequences, and return them in the order of `counts`.
+        """Guess the next tokens of some sequences. Return the guesses in the order of `counts`.
 
         `counts`: how many tokens to draft for each sequence; at most the number of chances that `expect` returned. The
         sequences have blocks for the drafted tokens. A drafter may return fewer tokens than `counts` requests.

@@ -152,7 +152,7 @@ class Drafting:
         return {lanes.sequences[lane]: count for lane, count in counts.items() if count}
 
     def _valid(self, tokens: AnySequence[int]) -> list[int]:
-        """Return the tokens before the first one outside the vocabulary."""
+        """Return the tokens before the first token outside the vocabulary."""
         return [*takewhile(lambda token: 0 <= token < self._vocab_size, tokens)]
 
     def _choose(self, chances: dict[int, AnySequence[float]], rows: int, tokens: int) -> dict[int, int]:

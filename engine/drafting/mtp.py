@@ -1,4 +1,4 @@
-"""A drafter that asks the model's module for multi-token prediction (MTP)."""
+"""A drafter that uses the model's module for multi-token prediction (MTP)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Odds:
         return (self._right[kind] + _PRIOR_WEIGHT * prior) / (self._tried[kind] + _PRIOR_WEIGHT)
 
     def record(self, kind: int, is_right: bool) -> None:
-        """Record whether a guess was right. Earlier guesses count less than later ones."""
+        """Record whether a guess was right. Earlier guesses count less than later guesses."""
         self._right[kind] = _DECAY * self._right[kind] + is_right
         self._tried[kind] = _DECAY * self._tried[kind] + 1
         if self._prior is not None:

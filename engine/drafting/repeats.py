@@ -1,9 +1,9 @@
-"""A drafter for repeated text: it finds a sequence's last tokens in earlier text, and drafts the tokens that follow
-there.
+"""A drafter for repeated text: it finds a sequence's last tokens in earlier text, and drafts the tokens that come next
+in the earlier text.
 
 Earlier text is the prompt, the samples of the prompt, and the sequence itself. `PromptIndex` holds the tokens of one
 prompt and of its samples: running and finished samples, including samples drawn with earlier weights. `RepeatsDrafter`
-owns the indexes, and drops the least recently used ones to stay within a budget in bytes. As in the prefix cache, a
+owns the indexes, and drops the least recently used indexes to stay within a budget in bytes. As in the prefix cache, a
 prompt is identified by its tokens, its cache salt and its content spans. An index holds only tokens, so that it stays
 valid after a weight commit or a sleep.
 
@@ -11,9 +11,9 @@ A match is found by following links, as in zlib's LZ77 compressor: each position
 follows the same pair of tokens. A lookup compares at most a fixed number of positions, so that drafting takes constant
 time per token even in repetitive text.
 
-Two samples with the same prompt, sampling parameters, seed and weights have the same tokens, because both draw with the
-same noise. Two samples that differ only by a small change of the weights still have most of their tokens in common. The
-drafter therefore looks first for an earlier sample with the same prompt and seed.
+Two samples with the same prompt, sampling parameters, seed and weights have the same tokens, because both samples draw
+with the same noise. Two samples that differ only by a small change of the weights still have most of their tokens in
+common. The drafter therefore looks first for an earlier sample with the same prompt and seed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ DEFAULT_BUDGET = 64 * 2**20
 
 
 class Guess(NamedTuple):
-    """Predicted tokens, and the length of the match before them. Match length 0 means that the predicted tokens come
-    from an earlier sample with the same seed.
+    """Predicted tokens, and the length of the match that precedes the predicted tokens. Match length 0 means that the
+    predicted tokens come from an earlier sample with the same seed.
     """
 
     tokens: AnySequence[int]
@@ -75,7 +75,7 @@ class Text:
     guess: Guess = Guess((), 0)
 
     def judge(self, tokens: AnySequence[int]) -> None:
-        """Compare the last prediction with the tokens that followed."""
+        """Compare the last prediction with `tokens`, the tokens that the text then received."""
         for guessed, token, length in zip(self.guess.tokens, tokens, self.guess.lengths(), strict=False):
             self.odds.record(length, guessed == token)
             if guessed != token:
@@ -143,8 +143,8 @@ class PromptIndex:
         text.links.extend([-1] * (len(text.tokens) - len(text.links)))
 
     def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
-        """Guess the next tokens: those at the same places of the earlier sample with this seed. Return None if the last
-        tokens before the guess differ from the earlier sample.
+        """Guess that the next tokens are the tokens at the same positions of the earlier sample with this seed. Return
+        None if the last tokens before the guess differ from the earlier sample.
         """
         twin, end = self._by_seed.get(seed), len(text.tokens)
         if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:
@@ -204,7 +204,7 @@ class RepeatsDrafter:
         return [self._guesses[sequence][:count] for sequence, count in counts.items()]
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Do nothing, because `expect` compares the last guess with the tokens that followed."""
+        """Do nothing, because the next call of `expect` compares the last guess with the accepted tokens."""
 
     def end(self, sequence: Sequence, seed: int) -> None:
         index = self._index_of(sequence)

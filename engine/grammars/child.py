@@ -1,10 +1,10 @@
-"""What the child processes of grammars do: compile grammars, check tokens, and compute masks.
+"""The code of the child processes for grammars, which compile grammars, check tokens, and compute masks.
 
 Each child first loads the text of the model's tokens. The child's greeting reports whether the load succeeded. For a
 large vocabulary, llguidance holds Python's lock (the GIL) for seconds during the load, so the worker's own process must
-not load the text. A call is MessagePack. The child for masks compiles grammars in one thread and computes masks in
-another; each thread answers the calls of its own pipe. A slow compilation delays no mask, because llguidance releases
-Python's lock while it compiles.
+not load the text. A call is encoded as MessagePack. The child for masks compiles grammars in one thread and computes
+masks in another; each thread answers the calls of its own pipe. A slow compilation delays no mask, because llguidance
+releases Python's lock while it compiles.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def serve_masks(load: LoadText, more_bytes: int, pipes: Sequence[socket]) -> Non
 
 
 def _loaded(load: LoadText, pipes: Sequence[socket]) -> TokenText:
-    """Load the text of the tokens, and tell the parent the result. If the load fails, this process ends."""
+    """Load the text of the tokens, and tell the parent whether the load succeeded. If the load fails, this process
+    ends.
+    """
     found = list[TokenText]()
     greeting = _reply(lambda: found.append(load()))  # the result is None
     for pipe in pipes:
@@ -97,8 +99,8 @@ def _packed(result: Any, error: str | None) -> bytes:
 
 
 class _Masks:
-    """The compiled grammars (`Template`) and the samples in progress (`Walk`) of a child, by the numbers that the
-    parent process assigned.
+    """The compiled grammars (`Template`) and the samples in progress (`Walk`) of a child process. The parent process
+    assigns a number to each grammar and to each sample.
 
     `open` and `compute` run in two threads, which share only the templates.
     """
@@ -131,8 +133,8 @@ class _Masks:
         return found
 
     def compute(self, ended: list[int], rows: list[list[Any]]) -> list[tuple[int, bytes, str | None]]:
-        """For each row, return how many of the following tokens the grammar accepts, the masks, and an error or None.
-        `ended`: walks to forget. `rows`: the arguments of `_row`.
+        """For each row, return the number of the row's `following` tokens that the grammar accepts, the masks, and an
+        error or None. `ended`: walks to forget. `rows`: the arguments of `_row`.
         """
         for walk in ended:
             self._walks.pop(walk, None)

@@ -1,8 +1,10 @@
-"""The grammars of an engine's requests: each is tried before its request is admitted, and provides masks at each step.
+"""The grammars of an engine's requests: each grammar is tried before its request is admitted, and provides masks at
+each step.
 
 Only child processes load the tokenizer, and translate, compile and match grammars. One child tries new grammars, with
-limits on time and memory. Another child process compiles the grammars that passed, follows the samples, and computes
-masks (`child`). One call computes all masks of a step; large masks take several calls (`_MOST_CALL_BYTES`).
+limits on time and memory. Another child process compiles the grammars that passed the trial, tracks the tokens of the
+samples, and computes masks (`child`). One call computes all masks of a step; large masks take several calls
+(`_MOST_CALL_BYTES`).
 
 Guarantees: a grammar that takes too much time or memory, or crashes, ends only its own samples, with an error. If the
 child process for masks dies, a spare child, which has already loaded the tokenizer, receives the tokens of the samples
@@ -51,8 +53,8 @@ _MOST_CALL_BYTES = 2**23
 
 @dataclass(eq=False)
 class Prepared:
-    """A grammar that a child process has tried. `lark`: its translation. `fault`: the reason why the grammar cannot be
-    used, or None.
+    """A grammar that a child process has tried. `lark`: the translated grammar. `fault`: the reason why the grammar
+    cannot be used, or None.
     """
 
     number: int
@@ -62,7 +64,7 @@ class Prepared:
 
 @dataclass(eq=False)
 class Place:
-    """The progress of a sample, or of tokens to score, through a text of a grammar.
+    """How far a sample, or the tokens of a score, have progressed in a text that a grammar restricts.
 
     `token_ids`: the tokens since the beginning of the text. `masks` (int32 [n + 1, ceil(V / 32)]): the masks that the
     last call of `fill` or `fill_given` found. `error`: the reason why masks cannot be found, or None. After an error,
@@ -79,8 +81,8 @@ class Place:
 
 
 class _Asked(NamedTuple):
-    """Masks to find for `place`: the mask of the token after its first `num_tokens` tokens, and the mask of the token
-    after each of the `following` tokens.
+    """Masks to find for `place`: the mask of the token after the place's first `num_tokens` tokens, and the mask of the
+    token after each of the `following` tokens.
     """
 
     place: Place
@@ -112,7 +114,7 @@ class Grammars:
 
     def find(self, grammar: Grammar) -> Prepared | None:
         """Return the result of an earlier trial of the grammar; None if `prepare` must still try the grammar. A grammar
-        remains known while a caller holds the result.
+        remains known as long as a caller holds the result of `find`.
         """
         with self._lock:
             if (known := self._known.get(grammar)) is not None:
@@ -121,8 +123,8 @@ class Grammars:
 
     def prepare(self, grammar: Grammar) -> Prepared:
         """Compile a grammar in a trial process, and then in the process that computes masks. The limits in `TRIAL`
-        bound the time of the trial. Return the same object as `find`. Raise InvalidRequestError if the grammar is not
-        supported, and UnavailableError if the system cannot start a process.
+        bound the time of the trial. Return the object that `find` returns for this grammar from now on. Raise
+        InvalidRequestError if the grammar is not supported, and UnavailableError if the system cannot start a process.
         """
         if (known := self.find(grammar)) is None:
             with self._preparing:
@@ -150,8 +152,9 @@ class Grammars:
         return place
 
     def fill(self, asked: Sequence[tuple[Place, Sequence[int]]]) -> None:
-        """For each place, find the mask of the token after all tokens of the place. Also find the mask of the token
-        after each following token, up to the first following token that the grammar excludes.
+        """For each place in `asked`, find the mask of the token that comes after all tokens of the place. Also find the
+        mask of the token after each token of the place's continuation, up to the first token of the continuation that
+        the grammar excludes. `asked`: pairs of a place and its continuation.
         """
         self._fill_or_fail([_Asked(place, len(place.token_ids), following) for place, following in asked])
 
@@ -164,8 +167,8 @@ class Grammars:
         place.masks = np.concatenate(found)
 
     def close(self) -> None:
-        """End the child processes. No call may follow. A call of `prepare` that is running in another thread ends
-        soon.
+        """End the child processes. No call may follow. If `prepare` is running in another thread, that call of
+        `prepare` ends soon after `close`.
         """
         with self._starting:
             self._is_closed = True
@@ -178,8 +181,8 @@ class Grammars:
         return max(1, _MOST_CALL_BYTES * 8 // self._vocab_size)
 
     def _fill_or_fail(self, asked: list[_Asked]) -> None:
-        """As `_fill`. If the system cannot start a process, the samples of `asked` get an error, but the step goes
-        on.
+        """Find masks as `_fill` does. If the system cannot start a process, the samples of `asked` get an error, but
+        the step goes on.
         """
         try:
             self._fill(asked)
@@ -203,9 +206,9 @@ class Grammars:
             self._fail(asked, known.fault)
 
     def _compute(self, asked: list[_Asked], is_alone: bool) -> tuple[list[_Asked], str | None]:
-        """Find masks in one call. Return the entries of `asked` that got no masks because the call failed or the child
-        was replaced, and the error of the call, or None. `is_alone`: whether `asked` has a single entry; the call then
-        includes the translated grammar, so a replaced child knows it.
+        """Find masks in one call. Return two values: the entries of `asked` that got no masks, because the call failed
+        or the child was replaced; and the error of the call, or None. `is_alone`: whether `asked` has a single entry;
+        the call then includes the translated grammar, so that a new child can compile the grammar.
         """
         left = list[_Asked]()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
@@ -247,7 +250,7 @@ class Grammars:
             self._latest.popitem(last=False)
 
     def _try(self, grammar: Grammar) -> Prepared:
-        """Try a new grammar, compile it in the child for masks, and remember it."""
+        """Try a new grammar, compile the grammar in the child for masks, and remember the result."""
         number, (lark, fault) = next(self._numbers), self._translated(grammar)
         if fault is None:
             # A second call, because another grammar may end the child during the first one.
@@ -355,7 +358,7 @@ def _exceeds(limits: Limits) -> str:
 
 
 def _read(reply: bytes, of_silence: str) -> tuple[Any, str | None]:
-    """Return the result and the error that a reply contains. `of_silence`: the error of an empty reply."""
+    """Return the result and the error that a reply contains. `of_silence`: the error to return for an empty reply."""
     if not reply:
         return None, of_silence
     result, error = msgpack.unpackb(reply)

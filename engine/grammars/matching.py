@@ -1,4 +1,4 @@
-"""Grammars as llguidance matches them: the language, the vocabulary, and the masks of one sample.
+"""Matching of grammars with llguidance: the language, the vocabulary, and the masks of one sample.
 
 A mask depends only on the grammar, the vocabulary and the tokens of the sample so far. The package llguidance
 (Microsoft, MIT), which the extra `grammar` installs, computes the masks. The parser of llguidance is an Earley parser
@@ -6,14 +6,15 @@ A mask depends only on the grammar, the vocabulary and the tokens of the sample 
 
 Guarantees:
 
-- A mask allows exactly those tokens after which the text is still a prefix of a text of the grammar. Without
+- A mask allows exactly the tokens after which the text is still a prefix of some text that the grammar allows. Without
   `no_forcing`, where the grammar permits only one continuation, llguidance would allow only the tokens into which its
   own tokenizer splits this continuation.
 - A grammar that llguidance cannot match exactly raises GrammarError. A matcher that has reached a limit raises
   GrammarError instead of returning a mask. Earlier requests for masks may affect whether a limit is reached, but never
   the bits of a mask.
 
-An untrusted grammar may take much time and memory here, so workers match grammars in child processes only (`masks`).
+Compiling and matching an untrusted grammar may take much time and memory, so workers match grammars in child processes
+only (`masks`).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class GrammarError(Exception):
 
 
 def installed_version() -> str | None:
-    """Return the version of llguidance; None if it is not installed. Other versions of llguidance may compute other
-    masks.
+    """Return the version of llguidance; None if llguidance is not installed. Other versions of llguidance may compute
+    other masks.
     """
     try:
         return version("llguidance")
@@ -61,7 +62,7 @@ def installed_version() -> str | None:
 
 
 def translated(grammar: Grammar) -> str:
-    """Return a grammar in llguidance's syntax. Raise GrammarError if it cannot be translated.
+    """Return a grammar in llguidance's syntax. Raise GrammarError if the grammar cannot be translated.
 
     A grammar in GBNF is parsed in Python and may take seconds, so untrusted grammars must not be translated in the
     worker's process.
@@ -112,7 +113,7 @@ def _from_gbnf(grammar: str) -> str:
 
 class TokenText:
     """The text of a model's tokens. `tokenizer`: the content of tokenizer.json. `eos_token_ids`: tokens that are never
-    part of a text. Special tokens, and ids above those of the tokenizer, are never part of a text.
+    part of a text. Special tokens, and token ids above the tokenizer's ids, are never part of a text.
 
     Raise GrammarError if llguidance does not support the tokenizer, or if there is no end-of-sequence token. The
     constructor takes seconds for a large vocabulary.
@@ -132,8 +133,8 @@ class TokenText:
 
 
 class Template:
-    """A compiled grammar. `lark`: from `translated`. Raise GrammarError if the grammar does not compile, or if no text
-    matches it.
+    """A compiled grammar. `lark`: the result of `translated`. Raise GrammarError if the grammar does not compile, or if
+    no text matches it.
     """
 
     def __init__(self, text: TokenText, lark: str) -> None:
@@ -150,8 +151,8 @@ class Template:
 
 
 class Walk:
-    """The progress of one sample through the texts of a grammar. `ending_token_ids`: the tokens that end the sample;
-    masks allow these tokens where the text is complete.
+    """The progress of one sample in a text that a grammar restricts. `ending_token_ids`: the tokens that end the
+    sample; masks allow these tokens where the text is complete.
     """
 
     def __init__(self, template: Template, ending_token_ids: Sequence[int]) -> None:
@@ -160,7 +161,7 @@ class Walk:
         self._ending = mask_of(ending_token_ids, template.text.vocab_size)
 
     def append(self, token_ids: Sequence[int]) -> int:
-        """Append tokens up to the first one that the grammar excludes. Return the number of appended tokens."""
+        """Append the tokens before the first token that the grammar excludes. Return the number of appended tokens."""
         count = self._matcher.try_consume_tokens([*token_ids])
         _check(self._matcher)
         self.num_tokens += count
@@ -168,7 +169,7 @@ class Walk:
 
     def masks(self, following: Sequence[int]) -> np.ndarray:
         """Return the masks (`RowEdits.mask`) of the next token and of the token after each accepted token of
-        `following`: int32 [n + 1, ceil(V / 32)]. The n accepted tokens are the tokens before the first one that the
+        `following`: int32 [n + 1, ceil(V / 32)]. The n accepted tokens are the tokens before the first token that the
         grammar excludes. The walk does not change.
         """
         masks = np.zeros((len(following) + 1, len(self._ending)), np.int32)
@@ -199,8 +200,8 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _line(text: str) -> str:
-    """Return the text of an error in one line: the first line, without the position in the translated grammar, and the
-    cause.
+    """Return the text of an error in one line: the error's first line, without the position in the translated grammar,
+    and the error's cause.
     """
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     at, colon, rest = lines[0].partition(": ")

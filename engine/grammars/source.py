@@ -23,7 +23,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Grammar:
-    """A grammar that the whole text of a sample must match. Exactly one of the first five fields is given.
+    """A grammar that the whole text of a sample must match. Exactly one of the first five fields must be set.
 
     `json`: a JSON schema, as an object or as its text; stored as text. `regex`: a regular expression in the syntax of
     Rust's `regex`, where `\\d`, `\\w` and `\\s` stand for ASCII characters. `choice`: the texts to choose from.
@@ -65,7 +65,8 @@ class Grammar:
 
 
 def as_grammar(value: Any) -> Any:
-    """Return the grammar that a map describes, and any other value unchanged. Fields with the value None are left out.
+    """If `value` is a map, return the grammar that the map describes. Return any other value unchanged. Fields with the
+    value None are left out.
 
     Raise pydantic's ValidationError for a map that describes no grammar.
     """

@@ -1,7 +1,8 @@
 """A forked process that answers calls, one at a time on each of its pipes.
 
 A call and its reply are bytes, preceded by their length. Guarantees: a call returns within its time limit, whatever the
-child does; replies have a bounded length; and the child ends with the object, or with this process.
+child does; replies have a bounded length; and the child ends when its `ChildProcess` object is garbage-collected or
+when this process ends.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def never() -> bool:
 
 
 class ChildProcess:
-    """A child that runs `work` with its ends of `num_pipes` pipes; `work` calls `answer_calls` for each of them. Before
-    that, `work` may call `tell` once for each pipe, to send its greeting.
+    """A child process that runs `work`. The argument of `work` is the list of the child's ends of `num_pipes` pipes;
+    `work` calls `answer_calls` for each pipe. Before it calls `answer_calls`, `work` may call `tell` once for each
+    pipe, to send a greeting.
 
     `pid`: process id of the child. `end`: ends the child; also called when this object is garbage-collected.
     """
@@ -70,7 +72,7 @@ class ChildProcess:
 
     def greeting(self, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
         """Wait for the greeting of the child, and return it. If children send greetings, call this method before the
-        first call over a pipe. The result is empty in the cases of `ask`.
+        first call over a pipe. The result is empty in the cases in which `ask` returns an empty reply.
         """
         self._greetings[pipe] = self._greetings[pipe] or self._hear(b"", seconds, is_abandoned, pipe)
         return self._greetings[pipe]
@@ -97,14 +99,14 @@ class ChildProcess:
 
 
 def answer_calls(pipe: socket.socket, answer: Callable[[bytes], bytes]) -> None:
-    """Answer calls until the parent closes the pipe. Runs in the child."""
+    """Answer calls until the parent closes the pipe. This function runs in the child process."""
     with suppress(EOFError, ConnectionError), pipe.makefile("rb") as file:
         while head := file.read(_HEAD.size):
             tell(pipe, answer(file.read(_HEAD.unpack(head)[0])))
 
 
 def tell(pipe: socket.socket, message: bytes) -> None:
-    """Send a reply or the greeting to the parent. Runs in the child."""
+    """Send a reply or the greeting to the parent. This function runs in the child process."""
     pipe.sendall(_HEAD.pack(len(message)) + message)
 
 

@@ -44,9 +44,9 @@ class ModelInput:
     `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: the memory of each
     layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of
     the M tokens, and where attention reads keys and values. `states`: for each sequence, where to read the recurrent
-    states and where to write the new ones; None if no layer has recurrent states. `embedded`: embeddings that replace
-    the embeddings of some tokens, or None; the same in all stages. The replacing embeddings are not scaled. `before`:
-    the output of the previous stage, which the forward pass overwrites; None in the first stage.
+    states and where to write the new states; None if no layer has recurrent states. `embedded`: embeddings that replace
+    the embeddings of some tokens, or None; all stages get the same embeddings. The replacing embeddings are not scaled.
+    `before`: the output of the previous stage, which the forward pass overwrites; None in the first stage.
 
     In the input of a stage, `memories` and `pages` have one entry for each layer of that stage, and none for the layers
     of other stages.
@@ -65,9 +65,9 @@ class ModelOutput(NamedTuple):
     """The output of a forward pass.
 
     `hidden`: [M, hidden_size], the hidden states after the last norm; in a stage before the last one, the hidden states
-    after the stage's last layer. `records`: values for each token besides its hidden state, by name. For a model with
-    experts, `records[ROUTES]` is an int32 tensor [layers with experts, M, top_k] that lists the experts of each token.
-    In `records[ROUTES]`, the entries for the layers of later stages are uninitialized.
+    after the stage's last layer. `records`: maps the name of each further value to the values of all tokens. For a
+    model with experts, `records[ROUTES]` is an int32 tensor [layers with experts, M, top_k] that lists the experts of
+    each token. In `records[ROUTES]`, the entries for the layers of later stages are uninitialized.
     """
 
     hidden: Tensor
@@ -92,8 +92,8 @@ class Decoder:
 
     `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
     same dtype unless `dtype` is passed. The calls to `empty` and their order depend only on the spec and the backend.
-    `of_owner`: allocators that replace `empty` for the weights of some owners. `of_name`: allocators that replace all
-    others for some weights, by their names.
+    `of_owner`: allocators that replace `empty` for the weights of some owners. `of_name`: allocators that replace
+    `empty` and `of_owner` for some weights, by the names of the weights.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Decoder:
     @property
     def head(self) -> Any:
         """The weight that computes logits, [vocab_size, hidden_size], or this rank's rows of that weight. A tied head
-        consists of rows of the embeddings. The result is None in a stage that is not the last one.
+        consists of rows of the embeddings. The result is None in every stage except the last.
         """
         if not self.spec.stage.is_last:
             return None

@@ -1,7 +1,7 @@
 """The detokenizer: converts tokens to text one by one, for stop strings and for streams.
 
-Guarantees: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
-incomplete character. No text is held back for more than three further tokens that have text.
+Guarantees: the cost per token does not grow with the number of earlier tokens. Text is held back while the text may end
+in an incomplete character. No text is held back for more than three further tokens that have text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Detokenizer:
     corrected: if a token changes returned text, later tokens are decoded without the earlier tokens.
 
     A decoder may treat the first token of a text differently from later tokens. Each token is therefore decoded
-    together with the tokens before it. `tokenizers.decoders.DecodeStream` is not used, because it raises if the bytes
-    of tokens are not valid UTF-8.
+    together with the tokens before it. `tokenizers.decoders.DecodeStream` is not used, because it raises an exception
+    if the bytes of tokens are not valid UTF-8.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], is_silent: Callable[[int], bool]) -> None:

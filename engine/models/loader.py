@@ -64,11 +64,11 @@ class Checkpoint(NamedTuple):
     """The tensors to copy.
 
     `files`: maps each file to the tensors to copy from it. Each tensor is listed as a pair (name in the file, name in
-    the decoder). A quantized matrix is listed with the name of its codes. `quantized`: maps the matrices in `files`
-    that are stored in `layout` to their other tensors. `packed`: the stacks that are stored as MXFP4, with their blocks
-    and scales. `spellings`: the decoder's names. `converted`: maps each stored dtype to the number of tensors in
-    `files` that must be converted from this dtype, not counting quantized matrices. `swapped`: the stacks that are
-    stored with rows and columns swapped, compared with the decoder's layout.
+    the decoder). A quantized matrix is listed with the name of the tensor that stores the matrix's codes. `quantized`:
+    maps each matrix in `files` that is stored in `layout` to the matrix's tensors other than the codes. `packed`: the
+    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps
+    each stored dtype to the number of tensors in `files` that must be converted from this dtype, not counting quantized
+    matrices. `swapped`: the stacks that are stored with rows and columns swapped, compared with the decoder's layout.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -81,9 +81,9 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A piece to copy, with the destination of its values: a tensor of a file, one expert's matrix in such a tensor, or
-    some `rows` of a matrix that is or will be quantized. `is_swapped`: the matrix is stored with rows and columns
-    swapped. `matrix`: the scales of the whole matrix, if it is stored in a quantized form.
+    """A piece to copy: a tensor of a file, one expert's matrix in such a tensor, or some `rows` of a matrix that is or
+    will be quantized. `weight`: the destination of the piece's values. `is_swapped`: the matrix is stored with rows and
+    columns swapped. `matrix`: the scales of the whole matrix, if the matrix is stored in a quantized form.
     """
 
     name: str
@@ -98,11 +98,11 @@ class _Piece(NamedTuple):
 class _Wanted:
     """The tensors that a checkpoint must have.
 
-    `shapes`: shapes by name. For a stack that is stored in parts, `shapes` has the parts that were found, and `missing`
-    has the number of missing parts. `quantized`: the matrices in `shapes` that are stored in `layout`, each with the
-    names of its tensors. `packed`: the stacks that are stored as MXFP4, with the names of their two tensors.
-    `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks that are stored in more than one
-    form, with the names of the tensors or matrices of all forms.
+    `shapes`: maps the name of each tensor to its shape. For a stack that is stored in parts, `shapes` has the parts
+    that were found, and `missing` has the number of missing parts. `quantized`: the matrices in `shapes` that are
+    stored in `layout`, each with the names of its tensors. `packed`: the stacks that are stored as MXFP4, with the
+    names of their two tensors. `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks that
+    are stored in more than one form, with the names of the tensors or matrices of all forms.
     """
 
     layout: Layout
@@ -198,8 +198,8 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
     """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack. Return the
     number of bytes that were read.
 
-    `destinations`: maps names in the decoder to weights. Tensors without a destination are skipped. If a destination
-    is a `Shard`, only its part of the tensor is read.
+    `destinations`: maps names in the decoder to weights. Tensors without a destination are skipped. If a destination is
+    a `Shard`, only the shard's part of the tensor is read.
 
     The tensors are converted to the dtypes and devices of their destinations. Every few seconds, the log reports how
     much is left to copy. Raise ModelError if a file can no longer be read, or if scales are damaged.
@@ -238,8 +238,9 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any, is_swapped: bool, matrix: Matrix | None) -> list[_Piece]:
-    """Return the pieces in which a tensor is copied. A stack has a piece for each held expert's matrix, and a matrix
-    that is or will be quantized has a piece for each range of rows. Any other tensor is one piece.
+    """Return the pieces in which a tensor is copied. A stack has one piece for the matrix of each expert that the
+    destination holds. A matrix that is or will be quantized has one piece for each range of rows. Any other tensor is
+    one piece.
     """
     if is_stack(weight):
         return [_Piece(name, weight.narrow(0, expert, 1), expert, is_swapped) for expert in weight.experts]
@@ -297,7 +298,7 @@ def _read_matrices(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Ma
     """Return the scales and zero points of quantized matrices, by the names of the matrices. Scales and zero points may
     be in any of the checkpoint's files. Each file is opened once.
 
-    Raise ModelError for values that no matrix can have.
+    Raise ModelError if one of these tensors has an invalid value.
     """
     layout, shapes = checkpoint.layout, {name: checkpoint.spellings.shape(name) or () for name in names}
     fields: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
@@ -367,8 +368,8 @@ def check_checkpoint(
     Only the shapes and dtypes of `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates
     a tensor's name in a file to the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the
     tensor. `parts`: the parts in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a
-    part in `layout`. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. Copies
-    are skipped.
+    part in `layout`. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. The
+    result leaves out copies.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
     missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype. Also raise ModelError if a
@@ -541,8 +542,8 @@ def _check_copies(folder: Path, found: dict[str, list[_Found]], tied: Mapping[st
     for copy, original in tied.items():
         if copy in found and (original not in found or not _are_equal(found[copy][0], found[original][0])):
             raise ModelError(
-                f"{folder}: {copy} differs from {original}, but config.json ties the two; set tie_word_embeddings to "
-                "false in config.json, or remove the tensor that is not used"
+                f"{folder}: {copy} differs from {original}, but config.json ties the two tensors; set "
+                "tie_word_embeddings to false in config.json, or remove the tensor that is not used"
             )
 
 

@@ -1,8 +1,8 @@
 """The module for multi-token prediction (MTP): guesses the token after the next one (DeepSeek-V3, arXiv 2412.19437).
 
 The module has a layer with a KV cache of its own. Row q reads token q, which is known, and the decoder's hidden state
-of token q - 1. From these two inputs, row q guesses token q + 1. The guess becomes a drafted token, which the decoder
-verifies.
+of token q - 1. From the token and the hidden state, row q guesses token q + 1. The guess becomes a drafted token, which
+the decoder verifies.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Mtp:
     ) -> Tensor:
         """Return hidden states [M, hidden_size], from which the head computes the logits of the guesses.
 
-        `embedded`: the embeddings of the tokens, [M, hidden_size]. `hidden`: the hidden state of the token before each
-        token, after the decoder's last norm; for a guessed token, this method's output for the preceding token.
-        `rotations`: as `Decoder.rotations` returns them.
+        `embedded`: the embeddings of the tokens, [M, hidden_size]. `hidden`: for each token, the hidden state of the
+        preceding token, after the decoder's last norm. For a guessed token, `hidden` is this method's output for the
+        preceding token. `rotations`: as `Decoder.rotations` returns them.
         """
         ops, norm = self._ops, self._spec.norm
         parts = ops.rmsnorm(embedded, self._embedding_norm, norm), ops.rmsnorm(hidden, self._hidden_norm, norm)

@@ -32,8 +32,8 @@ def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
 
 
 def quantized(blocks: Tensor, scales: Tensor) -> Quantized:
-    """Return one matrix [R, C]. `blocks`: [R, C / 32, 16]. `scales`: [R, C / 32]. Raise ValueError if a scale is
-    NaN.
+    """Return one matrix [R, C], made from its blocks and scales. `blocks`: [R, C / 32, 16]. `scales`: [R, C / 32].
+    Raise ValueError if a scale is NaN.
     """
     if num_nan := int((scales == _NAN_SCALE).sum()):
         raise ValueError(f"{num_nan} of {scales.numel()} scales are NaN (byte {_NAN_SCALE})")

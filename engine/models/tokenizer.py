@@ -36,7 +36,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         attempt(lambda: _loaded(path))
     except TrialError as error:
-        raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}; save it again") from None
+        raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}; save the tokenizer again") from None
     return _loaded(path)
 
 

@@ -49,9 +49,9 @@ class DrawRecord(NamedTuple):
     `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If `num_tops` is -1,
     neither tokens nor the entropy are recorded. `is_special`: whether filters apply, or the most probable tokens or
     targets are recorded. `has_targets`: whether log-probs of given tokens are recorded. `has_mask`: whether the tokens
-    that could be drawn are recorded; without filters and edits, this needs no computation. `edits_end`: the first
-    position at which no logit is edited. `reads_tokens`: whether the edits depend on the sample's earlier tokens.
-    `end`: the position after the last token that `max_tokens` allows.
+    that could be drawn are recorded; without filters and edits, recording these tokens needs no computation.
+    `edits_end`: the first position at which no logit is edited. `reads_tokens`: whether the edits depend on the
+    sample's earlier tokens. `end`: the position after the last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -130,17 +130,17 @@ class OpenSample:
     """An unfinished sample.
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
-    that end the sample. `editor`: edits the logits of the next token; None without edits. `place`: how far the sample
-    has come in a text of its grammar; None without a grammar. `logprobs`: None if not requested. `records`: the columns
-    requested by `top_logprobs`, or None. `targets`, `target_ids`: the column requested by `target_token_ids`, and the
-    target tokens (int64 [K]), or None. `kept`: the columns requested by `return_sampling_mask`, or None. `commits`: the
-    commits under which tokens were drawn. Each commit comes with the index of the first token that was drawn under it.
-    `old_kv`: as in `SampleOutput`, without the KV that the sample reads now. `old_kv_now`: the version of the oldest
-    part of the KV, and the first token that was drawn over this KV after a commit had kept it; None if the KV belongs
-    to the current weights.
-    `error`: a description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the
-    sequence of an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not
-    requested. `num_drafted`, `num_accepted`: as in `SampleOutput`.
+    that end the sample. `editor`: edits the logits of the next token; None without edits. `place`: the progress of the
+    sample in the text that its grammar restricts; None without a grammar. `logprobs`: None if not requested. `records`:
+    the columns requested by `top_logprobs`, or None. `targets`, `target_ids`: the column requested by
+    `target_token_ids`, and the target tokens (int64 [K]), or None. `kept`: the columns requested by
+    `return_sampling_mask`, or None. `commits`: the commits under which tokens were drawn. Each commit comes with the
+    index of the first token that was drawn under the commit. `old_kv`: as in `SampleOutput`, without the KV that the
+    sample reads now. `old_kv_now`: the version of the weights that computed the oldest part of the KV, and the first
+    token that was drawn after a commit kept the KV; None if the KV belongs to the current weights. `error`: a
+    description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence of
+    an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not requested.
+    `num_drafted`, `num_accepted`: as in `SampleOutput`.
     """
 
     request: GenerateRequest
@@ -177,14 +177,14 @@ class OpenSample:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token that does not end the sample changes nothing but `token_ids`, `logprobs` and what `follow`
-        changes.
+        """Whether a token that does not end the sample changes only `token_ids`, `logprobs` and the state that `follow`
+        updates.
         """
         records_nothing = self.kept is None and self.records is None and self.targets is None and self.num_told is None
         return records_nothing and self.stop_strings is None
 
     def follow(self, token_id: int) -> None:
-        """Make a drawn token known to what edits the logits of the next token."""
+        """Pass a drawn token to `editor` and `place`, on which the edits of the next token's logits depend."""
         if self.editor is not None:
             self.editor.append(token_id)
         if self.place is not None:
@@ -267,11 +267,11 @@ class OpenSample:
 class OpenScore:
     """An unfinished score request.
 
-    `order`: (order of arrival of the request, 0). `rules`: the edits of logits, or None. `place`: how far the scored
-    tokens have come in a text of their grammar; None without a grammar. `columns`: as in `ScoreOutput`, filled as
-    chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory. `kept_ids`: the
-    kept ids of each scored token, which `output` joins to the column `kept_token_ids`; empty unless they are requested.
-    `error`: a description of the error that ends the score, or None.
+    `order`: (order of arrival of the request, 0). `rules`: the edits of logits, or None. `place`: the progress of the
+    scored tokens in the text that their grammar restricts; None without a grammar. `columns`: as in `ScoreOutput`,
+    filled as chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory.
+    `kept_ids`: the kept ids of each scored token, which `output` joins to the column `kept_token_ids`; empty unless
+    kept ids are requested. `error`: a description of the error that ends the score, or None.
     """
 
     request: ScoreRequest
@@ -289,7 +289,7 @@ class OpenScore:
 
     @property
     def record_bytes(self) -> int:
-        """The size of the columns once they are allocated, with the kept ids computed so far."""
+        """The size that the columns have after `allocate`, plus the size of the kept ids computed so far."""
         fixed = self.num_rows * sum(values.nbytes for values in self._new_columns(1).values())
         num_kept = int(self.columns[KEPT_COUNTS.name].sum(dtype=np.int64)) if self.kept_ids else 0
         return fixed + num_kept * np.dtype(KEPT_IDS.dtype).itemsize
@@ -302,18 +302,21 @@ class OpenScore:
 
     def put(self, end: int, found: Sequence[np.ndarray]) -> None:
         """Record the columns of the scored tokens before row `end`, in the form of `StepResults.scores`, but without
-        the kept ids. After this call, `record_bytes` includes the size of these kept ids.
+        the kept ids. After this call, `record_bytes` already includes the size of the kept ids of these tokens, which
+        `keep` records later.
         """
         rows = slice(end - len(found[0]), end)
         for column, values in zip(self.columns.values(), found, strict=True):
             column[rows] = values
 
     def keep(self, end: int, counts: np.ndarray, ids: np.ndarray) -> None:
-        """Record the kept ids of the scored tokens before row `end`: `counts` ids of each token, in `ids`."""
+        """Record the kept ids of the scored tokens before row `end`. `counts`: the number of kept ids of each token.
+        `ids`: the kept ids of all these tokens, concatenated.
+        """
         self.kept_ids[end - len(counts) : end] = np.split(ids, counts.cumsum()[:-1])
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
-        """Return the output of the score. A score that did not end with `stop` has no log-probs.
+        """Return the output of the score. Unless the finish reason is `stop`, the output has no log-probs.
 
         `version`: the version of the weights that computed the log-probs. `routed_experts`: the experts of all tokens
         fed to the model.
@@ -388,8 +391,8 @@ class RecordBudget:
     def take_excess(self) -> OpenSample | OpenScore | None:
         """Return the sample or score that must end, and set its `error`; None if the records are within the limit.
 
-        The chosen sample or score has the most record bytes. If several have equally many bytes, the sample or score
-        that arrived last is chosen.
+        The chosen sample or score has the most record bytes. If several samples or scores have equally many bytes, the
+        last one to arrive is chosen.
         """
         if self.num_bytes <= self.limit:
             return None

@@ -2,8 +2,8 @@
 
 Each token has one row. For each layer with experts, a token's row lists the ids of the chosen experts in ascending
 order. The last token of a sample has no row, because it is never fed to the model. A row is written once: if the
-weights change, tokens are fed to the model again, but keep their rows. The row of a token was therefore computed with
-the weights that drew the next token.
+weights change and a token is fed to the model again, the token's row stays the same. The row of a token was therefore
+computed with the weights that drew the next token.
 """
 
 from __future__ import annotations

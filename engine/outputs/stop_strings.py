@@ -118,5 +118,6 @@ def load_vocabulary(folder: Path) -> Vocabulary:
         raise
     except BaseException as error:  # a panic of the library is not an Exception
         raise InvalidRequestError(
-            f"stop: cannot load the tokenizer {path}: {error}; save it again, or use stop_token_ids", field="stop"
+            f"stop: cannot load the tokenizer {path}: {error}; save the tokenizer again, or use stop_token_ids",
+            field="stop",
         ) from error

@@ -95,7 +95,7 @@ class GroupExchange:
 
 
 def joined(exchange: GroupExchange | SymmetricExchange, own: Tensor, finish: Finish, rows: int) -> Tensor:
-    """Apply `finish` to the rows that this rank has added, then gather the finished rows of all ranks. `rows`: the
+    """Apply `finish` to the rows that this rank has summed, then gather the finished rows of all ranks. `rows`: the
     number of rows of all ranks together. `own`: this rank's share, which may end with padding.
     """
     start = exchange.rank.index * len(own)
@@ -106,7 +106,7 @@ def joined(exchange: GroupExchange | SymmetricExchange, own: Tensor, finish: Fin
 
 
 class Handle(Protocol):
-    """What torch's symmetric memory offers: the buffers of all ranks, and a barrier on the current stream."""
+    """The interface of torch's symmetric memory: the buffers of all ranks, and a barrier on the current stream."""
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
 

@@ -168,7 +168,7 @@ class _Computation:
 
 
 class Ranks:
-    """Rank 0's connection to the other ranks. `followers`: the other processes. `place`: the place of rank 0."""
+    """Rank 0's connection to the other ranks. `followers`: the other processes. `place`: the `RankPlace` of rank 0."""
 
     def __init__(self, followers: Followers, place: RankPlace) -> None:
         self._followers, self._place, links = followers, place, place.links
@@ -186,7 +186,7 @@ class Ranks:
         self._followers.send(name, content)
 
     def order(self, name: str, content: object = None) -> None:
-        """Send a command, and wait until all ranks have obeyed it."""
+        """Send a command, and wait until all ranks have obeyed the command."""
         self.tell(name, content)
         self._exchange.meet()
 

@@ -18,7 +18,8 @@ from .groups import Connections
 
 
 class RankPlace:
-    """The place of rank `index`. `segment`: the memory that all ranks share.
+    """The place of rank `index`: its device, and its connections to the other ranks. `segment`: the memory that all
+    ranks share.
 
     `links`: how the rank reaches the other ranks. `everyone`: the exchange among all ranks through host memory.
     """

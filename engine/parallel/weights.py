@@ -59,7 +59,7 @@ class DeviceCopy:
         return sum(arena.num_held for arena in self._arenas.values())
 
     def model(self, build: Build) -> Decoder:
-        """Return the model with these weights."""
+        """Return a model that computes with this copy of the weights."""
         empties = {owner: empty_of(arena, self._dtype) for owner, arena in self._arenas.items()}
         return build(partial(torch.empty, dtype=self._dtype, device=self._device), empties)
 
@@ -104,7 +104,7 @@ class RankedArena:
 
     @property
     def is_held(self) -> bool:
-        """Return whether all of the memory and the copy are held."""
+        """Return whether all arenas and the copy are allocated now."""
         arenas = [*self.arenas.values(), *([] if self.copy is None else [self.copy])]
         return all(arena.num_held for arena in arenas)
 
@@ -233,7 +233,7 @@ class FollowerArena:
         self.map(files)
 
     def map(self, files: Sequence[int]) -> None:
-        """Map the memory with these file descriptors, and close them. Raise OSError on failure."""
+        """Map the memory of these file descriptors, and close the file descriptors. Raise OSError on failure."""
         for arena, file in zip(self.arenas.values(), files, strict=True):
             arena.map(file)
             os.close(file)

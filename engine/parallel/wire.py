@@ -77,8 +77,8 @@ class Channel:
         return list(files)
 
     def has_news(self, seconds: float = 0.0) -> bool:
-        """Return whether a message has arrived or the other process has ended. Wait up to `seconds` for one of these
-        two events.
+        """Return whether a message has arrived or the other process has ended. Wait up to `seconds` seconds for a
+        message or for the end of the other process.
         """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -110,7 +110,7 @@ def packed(name: str, content: object) -> bytes:
 
 
 def unpacked(message: bytes | memoryview) -> tuple[str, Any]:
-    """Return the name and the content of a message. `message`: without the length."""
+    """Return the name and the content of a message. `message`: the bytes of a message, without the length."""
     length = len(message)
     name, content = msgpack.unpackb(
         message, ext_hook=_unpacked, strict_map_key=False, max_ext_len=length, max_bin_len=length

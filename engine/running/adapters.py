@@ -2,18 +2,21 @@
 were used last.
 
 An adapter is served with merged weights: the base weights, plus the product of B and A in the weights that the adapter
-changes. A push of adapters without a name merges in the same way (`Backend.merge`), so both give the same bits. Merged
-weights form a separate model. Every weight that the adapter does not change shares the memory of the base weight.
+changes. A push of adapters without a name merges in the same way (`Backend.merge`), so an adapter gives the same bits
+with and without a name. Merged weights form a separate model. Every weight that the adapter does not change shares the
+memory of the base weight.
 
 `AdapterStore` owns the loaded adapters and the merged weights, within a budget of bytes. Merged weights are made when a
-step first needs them. If the budget has no room for them, the least recently used merged weights are freed. A and B
-stay in memory until the adapter is removed. `AdapterStaging` receives A and B. Does not own requests or blocks.
+step first needs them. If the budget has no room for new merged weights, the least recently used merged weights are
+freed. A and B stay in memory until the adapter is removed. `AdapterStaging` receives A and B. Does not own requests or
+blocks.
 
 Guarantees:
 
 - A and B of all adapters, with the largest merged weights, fit into the budget. An adapter that would not fit is
   refused, and nothing changes.
-- The base weights never change while an adapter is loaded. `Engine` refuses calls that would change them.
+- The base weights never change while an adapter is loaded. `Engine` refuses calls that would change the base weights of
+  a loaded adapter.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ from .weights import Factors, WeightStore, merge_into
 class AdapterStaging:
     """The matrices A and B of an adapter that is being received. Implements `StagingArea`.
 
-    `check`: called by `adapt` with the sizes of A and B; raises ValueError if they do not fit. `factors`: by the name
-    of the weight that they change; filled by `adapt` and `rows`. `base`: the base weights that the adapter changes.
-    `merged_bytes`: the size of the merged weights.
+    `check`: called by `adapt` with the sizes of A and B; raises ValueError if A and B do not fit. `factors`: A and B,
+    by the name of the weight that A and B change; filled by `adapt` and `rows`. `base`: the base weights that the
+    adapter changes. `merged_bytes`: the size of the merged weights.
     """
 
     def __init__(self, store: WeightStore, check: Callable[[AdapterStaging], None]) -> None:
@@ -66,7 +69,7 @@ class AdapterStaging:
         if the adapter does not fit into the budget.
         """
         if not alone or not self._store.is_whole or not weights:
-            raise ValueError("staging: a named adapter needs A and B alone, and complete base weights")
+            raise ValueError("staging: a named adapter must consist of A and B alone, and needs complete base weights")
         owners = self._store.model.owners
         if of_tower := [name for name in weights if owners.get(name) is Owner.TOWER]:
             raise ValueError(f"staging: a named adapter cannot change the vision tower (got {of_tower[0]!r})")
@@ -79,22 +82,22 @@ class AdapterStaging:
         self._check(self)
 
     def rows(self, name: str, start: int, length: int) -> Tensor:
-        """Return rows [start, start + length) of A or B. Raise ValueError for the name of a weight."""
+        """Return rows [start, start + length) of A or B. Raise ValueError if `name` is not the name of an A or B."""
         if name not in self._by_name:
             raise ValueError(f"staging: a named adapter has only A and B, but {name!r} is a whole tensor")
         return self._by_name[name].narrow(0, start, length)
 
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
         """Raise ValueError, because A and B are always sent whole."""
-        raise ValueError(f"staging: a named adapter comes whole, not as single elements of {name!r}")
+        raise ValueError(f"staging: a named adapter must be sent whole, not as single elements of {name!r}")
 
     def to_merge(self) -> list[str]:
         """Return the weights that the adapter changes."""
         return list(self.factors)
 
     def merge(self, name: str) -> bool:
-        """Return whether the sum of a weight and its adapter is finite. The sum is not kept. Raise ValueError for a sum
-        that the format of the weight cannot store.
+        """Return whether the sum of a weight and its adapter is finite. The sum is not stored. Raise ValueError for a
+        sum that the format of the weight cannot store.
         """
         store, plain = self._store, self._store.before_adapters(name)
         (rows, columns), dtype, format = plain.shape, plain.dtype, format_of(store.tensors[name])
@@ -111,8 +114,8 @@ class AdapterStaging:
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """A loaded adapter. `factors`: A and B, by the name of the weight that they change. `num_bytes`: the size of A and
-    B. `merged_bytes`: the size of the merged weights.
+    """A loaded adapter. `factors`: A and B, by the name of the weight that A and B change. `num_bytes`: the size of A
+    and B. `merged_bytes`: the size of the merged weights.
     """
 
     adapter: Adapter
@@ -163,14 +166,14 @@ class AdapterStore:
         return {name: each.adapter.commit.version for name, each in self._loaded.items()}
 
     def new_staging(self, name: str) -> AdapterStaging:
-        """Return a staging for the adapter `name`. May be called, and the staging be filled, on a second thread while
-        no adapter is loaded. Adapters may be removed while the staging is filled.
+        """Return a staging for the adapter `name`. A second thread may call this method and fill the staging, as long
+        as no adapter is loaded meanwhile. Adapters may be removed while the staging is filled.
         """
         return AdapterStaging(self._store, partial(self.check, name))
 
     def check(self, name: str, staging: AdapterStaging) -> None:
-        """Raise ValueError unless the budget has room for the staged adapter, beside A and B of all other adapters.
-        Also raise ValueError if the base weights have changed since the staging began.
+        """Raise ValueError unless the budget has room for the staged adapter in addition to A and B of all other
+        adapters. Also raise ValueError if the base weights have changed since the staging began.
         """
         if staging.base is not self._store.base:
             raise ValueError(f"adapter {name!r} was staged for base weights that have been replaced; stage it again")
@@ -206,7 +209,7 @@ class AdapterStore:
         del self._loaded[name]
 
     def model_of(self, name: str) -> Decoder:
-        """Return the model with the merged weights of an adapter, which are made if they do not exist."""
+        """Return the model with the merged weights of an adapter. Make the merged weights if they do not exist."""
         if name not in self._merged:
             self._merged[name] = self._merge(self._loaded[name])
         self._merged.move_to_end(name)

@@ -22,7 +22,7 @@ from ..scheduling.media import ImageRows
 
 
 class Encoder(Protocol):
-    """Encodes images, one at a time, for the steps that follow."""
+    """Encodes images, one at a time, for later steps."""
 
     def begin(self, task: EncodeTask) -> None:
         """Drop the rows of the evicted images, then begin to encode an image. No other image may be partly encoded."""
@@ -93,7 +93,7 @@ class ImageEncoder:
         return EmbeddedRows(to_device(torch.from_numpy(np.concatenate(places)), self._model.device), torch.cat(parts))
 
     def checksums(self, images: Sequence[ImageRows]) -> list[int]:
-        """Return a checksum of all rows for each image of a step. Wait for the device if a checksum has not been read
-        yet.
+        """For each image of a step, return a checksum of all rows of the image. Wait for the device if a checksum has
+        not been read yet.
         """
         return [self._encoded[rows.key].checksum for rows in images]

@@ -49,9 +49,9 @@ class StepResults(NamedTuple):
 
     `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score request in the step, a list
     of the columns that `Scoring.wait` returns; empty if the step has none of the request's scored tokens. `routes`:
-    the expert rows of the step's tokens (see `RouteFormat`); None if the step does not record them. Steps with drafted
-    tokens always record routes. `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model without
-    experts.
+    the expert rows of the step's tokens (see `RouteFormat`); None if the step does not record routes. Steps with
+    drafted tokens always record routes. `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model
+    without experts.
     """
 
     drawn: Drawn | None
@@ -169,7 +169,8 @@ class Executor(Protocol):
 
     def memory(self) -> dict[str, int]:
         """Return how many bytes `weights`, `kv_cache`, `adapters` (if named adapters are served) and `host_cache` (if
-        there is a host tier) hold now: 0 for memory that is asleep. A and B of adapters never sleep.
+        there is a host tier) hold now: 0 for memory that is asleep. A sleep never releases the matrices A and B of
+        adapters.
         """
         ...
 
@@ -200,8 +201,8 @@ class LocalComputation:
 
 
 class LocalExecutor:
-    """The executor of one process on one device. Construction includes the warm-up. A rank of a stage that is not the
-    last one computes its layers, but has no results.
+    """The executor of one process on one device. Construction includes the warm-up. A rank of any stage except the last
+    computes its layers, but has no results.
 
     Raise ConfigError if `config` cannot be served.
     """
@@ -332,8 +333,8 @@ class LocalExecutor:
         return held | {"host_cache": self._runner.host.num_held} if self.info.host_blocks else held
 
     def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
-        """Count the experts that a step chose, and start to copy the results to the host. Drafted tokens are not
-        counted here, because the host counts the accepted drafted tokens.
+        """Count the tokens that a step routed to each expert, and start to copy the results to the host. This method
+        does not count drafted tokens, because the host counts the accepted drafted tokens.
         """
         if not len(step.drafted):
             return experts.take(routes, None, step.records_routes)
@@ -369,7 +370,8 @@ def _score(sampler: Sampler, rows: ScoredRows, hidden: Tensor) -> Scoring:
 def _available_per_rank(available: int, on_host: int, links: Links) -> list[int]:
     """Return the memory that is available to each rank, in bytes, on the rank's device and on the host.
 
-    `available`, `on_host`: the memory that is available to all ranks of the device, and to all ranks of the worker.
+    `available`: the memory that is available to all ranks of the device together. `on_host`: the host memory that is
+    available to all ranks of the worker together.
     """
     own = torch.tensor([available // links.num_sharers, on_host // links.topology.size])
     return torch.stack([*links.everyone.gather(own)]).amin(0).tolist()
@@ -377,7 +379,7 @@ def _available_per_rank(available: int, on_host: int, links: Links) -> list[int]
 
 def _check_host_tier(num_bytes: int, available: int, info: EngineInfo) -> None:
     """Raise ConfigError unless `num_bytes` bytes for a host tier fit into `available` bytes of host memory. On a CPU,
-    the KV cache also takes its memory from these bytes while it fills.
+    the KV cache also takes its memory from these `available` bytes while the cache fills.
     """
     if torch.device(info.device).type == "cpu":
         available -= info.kv_bytes + info.state_bytes

@@ -7,11 +7,11 @@ memory addresses that were captured.
 
 A step in which each sequence computes one token replays the forward graph. A step with drafts also replays the forward
 graph, unless the model has recurrent layers. In the forward graph, each drafted token is a row with the blocks of its
-sequence and a context length of its own. If the step makes one plain draw per row, it also replays the draw graph. If a
-step does not make one plain draw per row, its draws are computed without a graph. A step with fewer rows than its graph
-is padded. By the contract of the ops, padding does not change any bit of the other rows. Padding rows read and write
-`spare_blocks`: for each window, a block of the KV cache that no sequence uses. Padding rows read no recurrent state,
-and write to the slot `spare_state`, which no sequence uses.
+sequence and a context length of its own. If a step that replays the forward graph makes one plain draw per row, the
+step also replays the draw graph. If a step does not make one plain draw per row, its draws are computed without a
+graph. A step with fewer rows than its graph is padded. By the contract of the ops, padding does not change any bit of
+the other rows. Padding rows read and write `spare_blocks`: for each window, a block of the KV cache that no sequence
+uses. Padding rows read no recurrent state, and write to the slot `spare_state`, which no sequence uses.
 
 Owns the graphs and their inputs. Graphs are valid while weights and KV cache keep their addresses. If weights or KV
 cache move, call `forget`, then `capture` before the next step. A capture synchronizes the device; a replay does not.
@@ -37,7 +37,9 @@ Outputs = Sequence[Tensor]
 
 
 class Capture(Protocol):
-    """Runs a computation. Returns the outputs, and a function that repeats the computation with the current inputs."""
+    """Runs a computation. The call returns the outputs, and a function that repeats the computation with the current
+    inputs.
+    """
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
 

@@ -1,12 +1,12 @@
 """The memory of the host tier, and the copies between blocks and slots (see `host_tier`).
 
 A slot holds the content of a block in all layers of a group, one layer after the other, so that one transfer per slot
-moves all layers. On CUDA, the memory is pinned, and all copies are queued on the current stream. Slots are read and
-written only by these copies, so no copy synchronizes the device.
+moves all layers. On CUDA, the memory is pinned, and all copies are queued on the current stream. Only the queued copies
+read and write slots, so no copy synchronizes the device.
 
-Many copies are made at once: first their sources are read, then their destinations are written. If a copy reads or
-writes an address that an earlier copy of the round wrote, the copy begins the next round. Temporary memory on the
-device is at most twice the size of a round, or one block if a block is larger.
+Copies are made in rounds of many copies: in each round, all sources are read before the destinations are written. If a
+copy reads or writes an address that an earlier copy of the round wrote, the copy begins the next round. Temporary
+memory on the device is at most twice the size of a round, or one block if a block is larger.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _UNITS = torch.int64, torch.int32, torch.int16, torch.uint8
 
 
 class HostMemory:
-    """The slots of a rank, and the blocks from which they are copied. `tensors[i]`: the contiguous tensors of group i;
-    a block is an index of their first dimension. `sizes[i]`: the number of slots of group i. `num_held`: the bytes of
-    host memory that the slots hold now.
+    """The slots of a rank's host tier, and the blocks that are copied to and from the slots. `tensors[i]`: the
+    contiguous tensors of group i; a block is an index of the first dimension of each tensor. `sizes[i]`: the number of
+    slots of group i. `num_held`: the bytes of host memory that the slots hold now.
 
-    Raise MemoryError if the memory cannot be reserved, and ConfigError if it cannot be pinned.
+    Raise MemoryError if the memory cannot be reserved, and ConfigError if the memory cannot be pinned.
     """
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> None:
@@ -64,20 +64,20 @@ class HostMemory:
                 group.copy(copies)
 
     def sleep(self) -> None:
-        """Return the memory to the system. The content is lost."""
+        """Release the memory to the system. The content is lost."""
         if self._unpin is not None:
             self._unpin()
         if self._memory.nbytes:
             self._arena.drop(keep=False)
 
     def wake_up(self) -> None:
-        """Reallocate the memory, unless it is awake."""
+        """Reallocate the memory, unless it is already allocated."""
         if not self._arena.num_held:
             self._arena.restore()
             self._unpin = self._pin()
 
     def _pin(self) -> weakref.finalize | None:
-        """Pin the memory if the blocks are on a CUDA device. Return a function that ends the pinning. The returned
+        """Pin the memory if the blocks are on a CUDA device. Return a function that unpins the memory. The returned
         function is also called before this object is freed.
         """
         if not self._memory.nbytes or not any(device.type == "cuda" for device in self._devices):
@@ -94,7 +94,9 @@ class HostMemory:
 
 
 class _Group:
-    """The blocks of a group, [blocks, width of the tensor] per tensor, and the slots, [slots, width of a block]."""
+    """The memory of a group: for each tensor, the blocks as [blocks, width of the tensor]; and the slots as [slots,
+    width of a block].
+    """
 
     def __init__(self, tensors: Sequence[Tensor], slots: Tensor) -> None:
         self._tensors, self._slots = tensors, slots

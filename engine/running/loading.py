@@ -83,12 +83,13 @@ class EngineInfo:
 
     `windows`: the attention windows of the model's layers, in tokens. In `windows`, None stands for the layers without
     a window, and comes first. Layers with the same window share a pool of blocks. `num_blocks`: the number of KV blocks
-    for the first window. `window_blocks`: the number of KV blocks for each further window.
+    for the first window. `window_blocks`: the number of KV blocks for each window after the first.
 
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: as in `MemoryPlan`; 0 for models without recurrent
     layers. `expert_layers`: the number of layers with experts. `num_experts`: the number of experts per layer.
     `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the size of one
-    token's recorded experts, in bytes. The four fields about experts are 0 for models without experts.
+    token's recorded experts, in bytes. `expert_layers`, `num_experts`, `experts_per_token` and `route_bytes` are 0 for
+    models without experts.
 
     `host_blocks`, `host_states`: as in `MemoryPlan`.
 
@@ -99,7 +100,7 @@ class EngineInfo:
 
     `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`. `adapter_bytes`, `max_record_bytes`:
     the limits on named adapters and on records, as in `EngineConfig`. `llguidance`: the version of the package that
-    computes the masks of grammars; None if it is not installed.
+    computes the masks of grammars; None if the package is not installed.
 
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
@@ -172,8 +173,8 @@ class EngineInfo:
 class _Plan:
     """The properties of a model, determined before memory is allocated.
 
-    `spec`: the whole decoder. `stored`: how a checkpoint is stored. `builds`: create the model of each rank. `links`:
-    as in `LoadedModel`.
+    `spec`: the whole decoder. `stored`: how the checkpoint stores its weights. `builds`: one function for each rank,
+    which creates the rank's model. `links`: as in `LoadedModel`.
     """
 
     folder: Path
@@ -216,8 +217,9 @@ def load_model(config: EngineConfig, links: Links | None = None) -> LoadedModel:
 def allocate_model(config: EngineConfig, links: Links | None = None, place: Place | None = None) -> AllocatedModel:
     """Allocate the memory of a model, and return the model and its backend.
 
-    The weights are uninitialized until `AllocatedModel.read`. `links`: allocate only the part of this rank, which
-    reaches the other ranks through `links`. `place`: where to allocate the weights; by default, in this process.
+    The weights are uninitialized until `AllocatedModel.read`. `links`: if given, allocate only this rank's part of the
+    model; the rank reaches the other ranks through `links`. `place`: where to allocate the weights; by default, in this
+    process.
 
     Raise ConfigError if the device or the backend is missing or cannot serve the model. Raise ModelError if the model
     cannot be loaded. The checkpoint is checked before memory is allocated.
@@ -262,7 +264,7 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
 
 
 def _check_stored(plan: _Plan, checkpoint: Checkpoint, tensors: Mapping[str, Weight]) -> None:
-    """Raise ConfigError if `auto` would quantize a weight that the checkpoint does not store in the format."""
+    """Raise ConfigError if `auto` would quantize a weight that the checkpoint does not store in quantized form."""
     stored = checkpoint.quantized.keys() | checkpoint.packed.keys()
     stacks = {part.stack for name in stored if (part := checkpoint.spellings.part(name)) is not None}
     plain = [name for name, each in tensors.items() if format_of(each) and name not in stored and name not in stacks]
@@ -282,8 +284,8 @@ def outline(config: EngineConfig) -> Decoder:
     """Return the model that `config.model` names, on torch's meta device (without memory). With several ranks, return
     the part of the rank with the most weights.
 
-    Accepts the same names and raises the same errors as `load_dummy`. Raise ConfigError if the model cannot have
-    the ranks that `config` asks for.
+    Accepts the same names and raises the same errors as `load_dummy`. Raise ConfigError if the model cannot be divided
+    among the ranks that `config` asks for.
     """
     plan, topology = _plan(config, find_config), Topology.of(config)
     specs = specs_of_ranks(plan.spec, topology, plan.backend.ops)
@@ -391,7 +393,9 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], links: Links
 
 
 def specs_of_ranks(spec: DecoderSpec, topology: Topology, ops: Backend) -> list[DecoderSpec]:
-    """Return the part of the model that each rank computes. Raise ConfigError if the model cannot have these ranks."""
+    """Return the part of the model that each rank computes. Raise ConfigError if the model cannot be divided among the
+    configured ranks.
+    """
     places = [(topology.rank(index), topology.stage(index)) for index in range(topology.size)]
     return [stage_of(part_of(spec, rank, ops.HEAD_SECTION), stage) for rank, stage in places]
 

@@ -109,7 +109,7 @@ class ModelRunner:
         return sum(arena.num_held for arena in self._arenas)
 
     def sleep(self) -> None:
-        """Release the memory. Its content is lost."""
+        """Release the memory. The content of the memory is lost."""
         for arena in self._arenas:
             arena.drop(keep=False)
         self.host.sleep()
@@ -154,7 +154,7 @@ class ModelRunner:
 
         `positions`, `embedded`: as in `ModelInput`. `pages`: for each window, where to read and write keys and values.
         `states`, `journal`: as in `Step`, for a model with recurrent layers. `model`: a model of the same spec that is
-        used instead of the runner's.
+        used instead of the runner's model.
         """
         batch = None
         if states is not None and self._journals is not None:
@@ -200,7 +200,9 @@ class ModelRunner:
         mtp.follow(step, self.seen(self.to_device(step.token_ids), step, lanes), hidden)
 
     def _copied(self) -> list[list[Tensor]]:
-        """Return the tensors of the blocks or slots that a step copies, one list for each of `Step.block_copies`."""
+        """Return the tensors of the blocks or slots that a step copies: one list of tensors for each entry of
+        `Step.block_copies`.
+        """
         spec, states = self.model.spec, list[Tensor]()
         tensors: list[list[Tensor]] = [[] for _ in spec.windows]
         for group, memory in zip(self.groups, self.memories, strict=True):
@@ -222,7 +224,7 @@ class ModelRunner:
 
 
 def _up_to(num_experts: int, out: ModelOutput) -> list[Tensor]:
-    """Return the tensors that a stage passes to the next one. `num_experts`: the number of layers with experts up to
+    """Return the tensors that a stage passes to the next stage. `num_experts`: the number of layers with experts up to
     this stage.
     """
     return [out.hidden, *(record[:num_experts] for record in out.records.values())]

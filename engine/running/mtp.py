@@ -1,4 +1,5 @@
-"""Runs the module for multi-token prediction (MTP): keeps its memory up to date in each step, and drafts tokens.
+"""Runs the module for multi-token prediction (MTP): keeps the module's memory up to date in each step, and drafts
+tokens.
 
 Owns the module's KV cache and some hidden states of the decoder. The KV cache and the hidden states are stored in the
 blocks of the layers without a window. Slot q of the KV cache holds a value that depends only on the tokens up to q.
@@ -35,7 +36,7 @@ class DraftStep:
     `token_ids`, `positions` [N]: the last token of each sequence, and its position. `counts` [N]: how many tokens to
     draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. The blocks have room
     for every drafted token except the last, because drafting does not need the last token's KV. `records` [N], of dtype
-    `DRAW`: how each sequence draws. `block_copies`: as in `Step`, made before anything is drafted.
+    `DRAW`: how the tokens of each sequence are drawn. `block_copies`: as in `Step`, made before anything is drafted.
     """
 
     token_ids: np.ndarray
@@ -47,7 +48,8 @@ class DraftStep:
 
 
 class MtpRunner:
-    """The memory of a model's MTP module, for `num_blocks` blocks of `block_size` tokens, and its computations.
+    """The memory and the computations of a model's MTP module. The memory has `num_blocks` blocks of `block_size`
+    tokens.
 
     `most`: the maximum number of tokens drafted for a sequence in a step. `arena`: the memory.
     """
@@ -93,8 +95,8 @@ class MtpRunner:
         self._hidden.flatten(0, 1)[kept_places] = hidden[kept]
 
     def draft(self, step: DraftStep, sampler: Sampler) -> list[list[int]]:
-        """Return the drafted tokens of each sequence. A sequence draws its drafted tokens with its own noise
-        (`records`).
+        """Return the drafted tokens of each sequence. The drafted tokens of a sequence are drawn with the sequence's
+        own noise (`records`).
         """
         device = self._model.device
         table, of_table = to_device(torch.from_numpy(step.block_table), device), step.block_table
@@ -140,7 +142,7 @@ class MtpRunner:
         """Return three arrays: where the hidden state before each sequence's first token is kept, which rows of the
         step to keep, and where to keep these rows.
 
-        In each block, the states of the last tokens that the step computes are kept.
+        Each block keeps the hidden states of the last tokens that the step computes in the block.
         """
         positions, size = step.positions, self._block_size
         ends = np.minimum((positions // size + 1) * size, np.array(step.context_lens)[step.owners])

@@ -3,8 +3,8 @@ images have taken their part.
 
 A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
 is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
-some layers have no window, they form the first group. The configuration determines the number of blocks of the first
-group. From the first group's number of blocks, the planner derives the number of blocks of every other group.
+some layers have no window, these layers form the first group. The configuration determines the number of blocks of the
+first group. From the first group's number of blocks, the planner derives the number of blocks of every other group.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Sizes:
 
     `block`: the size of a block of the first group. A block of the first group holds the keys and values of
     `block_size` tokens in all layers of the group, and the hidden states that an MTP module keeps for the block.
-    `windows` has a pair for each further group: its window in tokens, and the size of its blocks. `state`: the size of
-    one sequence's state in all recurrent layers; 0 for models without recurrent layers. `draft`: the size of the inputs
-    that recurrent layers keep for a drafted token.
+    `windows` has a pair for each group after the first: the group's window in tokens, and the size of the group's
+    blocks. `state`: the size of one sequence's state in all recurrent layers; 0 for models without recurrent layers.
+    `draft`: the size of the inputs that recurrent layers keep for a drafted token.
     """
 
     block_size: int
@@ -76,7 +76,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: DecoderSpec, storage: Storage, block_size: int, most: int = 0) -> Sizes:
-        """Return the sizes of blocks and states. `spec`: the decoder, or the part of a rank.
+        """Return the sizes of blocks and states. `spec`: the decoder, or a rank's part of the decoder.
 
         `most`: the maximum number of tokens drafted for a sequence in a step.
         """
@@ -105,10 +105,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The division of the memory.
+    """How the memory is divided among blocks, states and checkpoints.
 
-    `num_blocks`: the number of blocks in the first group. `window_blocks`: the number of blocks in each further group.
-    `live_states`: the number of states for running sequences and for forks. `checkpoints`: the maximum number of
+    `num_blocks`: the number of blocks in the first group. `window_blocks`: the number of blocks in each group after the
+    first. `live_states`: the number of states for running sequences and for forks. `checkpoints`: the maximum number of
     checkpoints held at a time. `state_interval`: the number of tokens between checkpoints; 0 without recurrent layers.
     `num_drafts`: the maximum number of drafted tokens, for all running sequences together. `host_blocks`: the number of
     blocks of each group that the host tier can hold; empty without a host tier. `host_states`: the number of
@@ -224,8 +224,9 @@ def plan_memory(
 
 
 def _with_host_tier(plan: MemoryPlan, budget: int, route_bytes: int) -> MemoryPlan:
-    """Return a plan with a host tier of up to `budget` bytes. The host tier is divided like the memory of the device
-    among the groups of blocks and the checkpoints, and includes the recorded experts of its blocks.
+    """Return a plan with a host tier of up to `budget` bytes. The host tier is divided among the groups of blocks and
+    the checkpoints, in the same way as the memory of the device. The host tier includes the recorded experts of its
+    blocks.
 
     Raise ConfigError if a group, or the checkpoints, would have no slot.
     """
@@ -281,10 +282,10 @@ def _plan(config: EngineConfig, sizes: Sizes, max_model_len: int, num_blocks: in
 def _window_blocks(config: EngineConfig, window: int, max_model_len: int, num_blocks: int) -> int:
     """Return the number of blocks of a group with a window.
 
-    Running sequences need blocks for one window per sequence, and for the chunks of two steps. Further blocks hold the
-    last window of the prefixes that are cached in the `num_blocks` blocks of the first group, so that these prefixes
-    can be resumed. The further blocks suffice if each cached prefix has `max_model_len` tokens, or at least four
-    windows of tokens.
+    Running sequences need blocks for one window per sequence, and for the chunks of two steps. Additional blocks hold
+    the last window of the prefixes that are cached in the `num_blocks` blocks of the first group, so that these
+    prefixes can be resumed. The additional blocks suffice if each cached prefix has `max_model_len` tokens, or at least
+    four windows of tokens.
     """
     blocks = partial(_blocks, block_size=config.block_size)
     running = config.max_num_seqs * (blocks(window) + 1) + 2 * blocks(config.max_num_batched_tokens)

@@ -16,7 +16,9 @@ from ..config import EngineConfig
 
 
 class Topology(NamedTuple):
-    """The places of `tensor` ranks in each of `stages` stages. The last stage has the ranks with the lowest indices."""
+    """The places of all ranks: each of `stages` stages has `tensor` ranks. The last stage has the ranks with the lowest
+    indices.
+    """
 
     tensor: int
     stages: int
@@ -41,7 +43,7 @@ class Topology(NamedTuple):
         return Stage(self.stages - 1 - index // self.tensor, self.stages)
 
     def rank(self, index: int) -> Rank:
-        """Return the place of a rank among the ranks of its stage."""
+        """Return the index of a rank among the ranks of its stage."""
         return Rank(index % self.tensor, self.tensor)
 
     def of_stage(self, index: int) -> list[int]:

@@ -39,7 +39,8 @@ WHOLE_VOCABULARY = np.int32(0).tobytes(), np.float32(0).tobytes(), b""
 
 class _Part(NamedTuple):
     """The results of the draws with the indices `places`, in ascending order. `columns`: the result of `next_tokens`.
-    `statistics`: None if no draw of the part requests them. `targets`, `kept`: with indices of `places`.
+    `statistics`: None if no draw of the part requests statistics. `targets`, `kept`: the results of some draws, which
+    are given as indices into `places`.
     """
 
     places: np.ndarray
@@ -54,8 +55,8 @@ class Drawn(NamedTuple):
 
     `token_ids`: int64 [N]. `logprobs`: float32 [N]. `is_finite`: bool [N], false if the logit of the token is NaN or
     infinite. `records`: maps the index of each draw with statistics to the bytes of each column of `request.TOPS`.
-    `targets`: maps the index of each draw with targets to the bytes of their log-probs. `kept`: maps the indices of
-    draws to the bytes of each column of `request.KEPT`. If a draw that records kept sets is not in `kept`, the whole
+    `targets`: maps the index of each draw with targets to the bytes of the targets' log-probs. `kept`: maps the indices
+    of draws to the bytes of each column of `request.KEPT`. If a draw that records kept sets is not in `kept`, the whole
     vocabulary could be drawn.
     """
 
@@ -122,7 +123,7 @@ class Drawing:
 
 
 class Scoring:
-    """The columns of scored tokens, as `Sampler.score` returns them; they may still be computed on the device.
+    """The columns of scored tokens, as `Sampler.score` returns them; the device may still be computing the columns.
     `has_mask`: as in `ScoredRows`.
     """
 
@@ -130,7 +131,7 @@ class Scoring:
         self._copies, self._has_mask = HostCopies(columns), has_mask
 
     def wait(self) -> list[np.ndarray]:
-        """Wait for the device, and return the columns. With `has_mask`, the last ones are `kept_counts`,
+        """Wait for the device, and return the columns. With `has_mask`, the last columns are `kept_counts`,
         `kept_log_mass` and the kept tokens as `packed_bits`, which `kept_ids` converts to ids.
         """
         columns = self._copies.wait()
@@ -145,9 +146,9 @@ class Sampler:
     products become logits.
 
     Rows that have neither filters nor edits nor targets are drawn by `next_tokens`, or by `next_token_statistics` if
-    they have `top_logprobs`. `next_tokens` and `next_token_statistics` do not store the logits, and neither does
-    `edited_tokens`, which draws most rows with edits or targets if the backend `FUSES_EDITS`. Other rows are drawn by
-    several separate ops.
+    the rows have `top_logprobs`. If the backend `FUSES_EDITS`, `edited_tokens` draws most rows with edits or targets.
+    `next_tokens`, `next_token_statistics` and `edited_tokens` do not store the logits. Other rows are drawn by several
+    separate ops.
     """
 
     def __init__(self, backend: Backend, head: Weight, spec: HeadSpec) -> None:
@@ -159,8 +160,9 @@ class Sampler:
         return self.prepared(draws, hidden.device)(hidden)
 
     def prepared(self, draws: Draws, device: torch.device) -> Callable[[Tensor], Drawing]:
-        """Prepare a draw before the hidden states are computed, and return a function that draws. The host prepares
-        faster before a long computation, which displaces the content of its caches.
+        """Prepare a draw before the hidden states are computed, and return a function that draws. The host prepares a
+        draw faster before a long computation than afterwards, because the computation displaces the content of the
+        host's caches.
         """
         if draws.are_plain:
             wanted = make_wanted(draws, device)
@@ -220,16 +222,17 @@ class Sampler:
         """Return `kept_log_mass` (float32 [M]) and the kept tokens (`packed_bits`) of scored tokens.
 
         The mass is the difference of a kept token's log-probs before and after the filters. All kept tokens give the
-        same mass, except for rounding. If the scored token is kept, it is used, so that the mass has the bits of a
-        sample that drew this token. If the filters dropped the scored token, the most probable token is used instead.
+        same mass, except for rounding. If the filters kept the scored token, the mass is computed from the scored
+        token, so that the mass has the bits of a sample that drew this token. If the filters dropped the scored token,
+        the most probable token is used instead.
         """
         kept = torch.where(logprobs.isneginf(), processed.argmax(-1), token_ids)
         log_mass = self.ops.log_probs(unfiltered, kept) - self.ops.log_probs(processed, kept)
         return [log_mass, packed_bits(processed)]
 
     def _processed_parts(self, hidden: Tensor, rows: ScoredRows) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield slices of at most `_LOGITS_ROWS` rows, with their edited logits divided by the temperature, before and
-        after the filters. If `rows` has no mask, the same filtered tensor is given for both.
+        """Yield (slice, unfiltered logits, filtered logits) for at most `_LOGITS_ROWS` rows at a time. The logits are
+        edited and divided by the temperature. If `rows` has no mask, both values are the same filtered tensor.
         """
         record = DrawRecord.of_scores(rows.distribution)
         temperature = _divisors(rows.distribution, hidden.device)
@@ -258,8 +261,8 @@ class Sampler:
     def _fused(
         self, draws: Draws, places: np.ndarray, k: int | None, device: torch.device
     ) -> Callable[[Tensor], _Part]:
-        """Prepare the draws with the indices `places`, which need no stored logits. Return a function that draws them,
-        with statistics if `k` is not None.
+        """Prepare the draws with the indices `places`, which need no stored logits. Return a function that draws the
+        tokens, with statistics if `k` is not None.
         """
         own, head = _taken(draws, places), self.head
         wanted = make_wanted(own, device)
@@ -284,7 +287,7 @@ class Sampler:
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, places: np.ndarray, k: int) -> _Part:
         """Draw the tokens of the draws with the indices `places` as `next_tokens` does, but with edits and filters.
-        Also compute statistics if k >= 0, the log-probs of targets, and which tokens could be drawn.
+        Also compute the log-probs of targets, which tokens could be drawn, and, if k >= 0, statistics.
         """
         draws = draws.take(places)
         wanted = make_wanted(draws, hidden.device)
@@ -318,8 +321,9 @@ class Sampler:
     def _kept(
         self, unfiltered: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None, draws: Draws
     ) -> list[_Kept]:
-        """Return which tokens could be drawn, for the draws that record them. `unfiltered`: the logits before filters.
-        `logprobs`: the log-probs of the drawn tokens, float32 [M], or None if they have another basis.
+        """For the draws that record kept sets, return which tokens could be drawn. `unfiltered`: the logits before
+        filters. `logprobs`: the log-probs of the drawn tokens, float32 [M], or None if the log-probs have another
+        basis.
         """
         places = np.flatnonzero(draws.records["has_mask"])
         if not len(places):
@@ -403,7 +407,9 @@ def packed_bits(logits: Tensor) -> Tensor:
 
 
 def pack_on_host(logits: Tensor) -> Tensor:
-    """Return the bits of all rows, as in `packed_bits`. Several times faster on a CPU than `pack_on_device`."""
+    """Return the bits of all rows, as in `packed_bits`. On a CPU, this function is several times faster than
+    `pack_on_device`.
+    """
     return torch.from_numpy(np.packbits(logits.numpy() != -np.inf, axis=1, bitorder="little"))
 
 
@@ -417,16 +423,16 @@ def pack_on_device(logits: Tensor) -> Tensor:
 
 
 def _whole_vocabulary(logprobs: Tensor) -> list[Tensor]:
-    """Return `kept_log_mass` (float32 [M]) and the kept tokens (`packed_bits`) of tokens for which no token was
-    dropped. `logprobs`: float32 [M].
+    """Return `kept_log_mass` (float32 [M]) and the kept tokens (`packed_bits`) of M rows in which no token was dropped.
+    `logprobs`: float32 [M].
     """
     return [torch.zeros_like(logprobs), torch.zeros(len(logprobs), 1, dtype=torch.uint8, device=logprobs.device)]
 
 
 def kept_ids(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of ids in each row of `packed_bits`, int32 [M], and the ids of all rows, int32, ascending in
-    each row. There must be at least one row. The work is done in parts, because the intermediate results are several
-    times as large as the ids.
+    """Return two int32 arrays: the number of kept ids in each row of `packed_bits`, and the kept ids of all rows,
+    ascending within each row. There must be at least one row. The work is done in parts, because the intermediate
+    results are several times as large as the ids.
     """
     parts = [_ids_of(bits[start : start + _LOGITS_ROWS]) for start in range(0, len(bits), _LOGITS_ROWS)]
     counts, ids = zip(*parts, strict=True)
@@ -457,7 +463,7 @@ def _scaled(logits: Tensor, wanted: Wanted, draws: Draws, out: Tensor | None = N
 
 
 def _basis(raw: Tensor, processed: Tensor, wanted: Wanted, draws: Draws) -> Tensor:
-    """Return, for each row, the logits [M, V] of the distribution to which its log-probs refer."""
+    """Return, for each row, the logits [M, V] of the distribution to which the row's log-probs refer."""
     sources = {"raw": raw, "temperature": _scaled(raw, wanted, draws), "processed": processed}
     return torch.stack([sources[BASES[place]][i] for i, place in enumerate(draws.records["basis"].tolist())])
 

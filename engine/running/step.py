@@ -38,7 +38,8 @@ class Draws:
     `rows`: int64 [R], the row of the hidden states for each draw. `positions`: int64 [R], the absolute position of the
     drawn token. `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A
     lane occurs at most once in `lanes`. `records`: `DRAW` [R]. `edits`: maps the indices of some draws to the edits of
-    their logits. `targets`: maps the indices of some draws to tokens, int64 [K], to record their log-probs.
+    their logits. `targets`: maps the indices of some draws to target tokens, int64 [K]; the log-probs of the target
+    tokens are recorded.
     """
 
     rows: np.ndarray
@@ -82,9 +83,9 @@ def _taken(found: Mapping[int, T], places: np.ndarray) -> dict[int, T]:
 class ScoredRows:
     """Rows [start, end) of the hidden states, from which the log-probs of `token_ids` are computed.
 
-    `token_ids`: int64 [end - start]. `top_logprobs`: as in `ScoreRequest`. `text`: the scored tokens and all tokens
-    before them, or None if no logit is edited. `targets`: int64 [end - start, K], as in `ScoreRequest`, or None.
-    `has_mask`: whether the tokens that could be drawn are recorded.
+    `token_ids`: int64 [end - start]. `top_logprobs`: as in `ScoreRequest`. `text`: the scored tokens and all earlier
+    tokens, or None if no logit is edited. `targets`: int64 [end - start, K], as in `ScoreRequest`, or None. `has_mask`:
+    whether the tokens that could be drawn are recorded.
     """
 
     start: int
@@ -113,9 +114,9 @@ class ScoredRows:
 class JournalRows:
     """The rows that recurrent layers compute in a step with drafted rows, or with accepted rows to repeat.
 
-    The repeated rows of each sequence come before its own rows. `query_starts` [N + 1]: as in `StateBatch`, including
-    the repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`, `drafted`:
-    int64, as in `Journal`.
+    The repeated rows of each sequence come before the sequence's own rows. `query_starts` [N + 1]: as in `StateBatch`,
+    including the repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`,
+    `drafted`: int64, as in `Journal`.
     """
 
     query_starts: Sequence[int]
@@ -146,8 +147,8 @@ class Step:
     `adapter`: the name of the adapter with which the step is computed; None for the base weights.
 
     `block_copies`: one array [C, 2] for each attention window of the model and, for a model with recurrent layers, one
-    for the slots of states. Each row is a copy from a source address to a destination address (see `host_tier`). The
-    copies are made in order, before the step computes.
+    for the slots of states. Each row of `block_copies` is a copy from a source address to a destination address (see
+    `host_tier`). The copies are made in order, before the step computes.
     """
 
     token_ids: np.ndarray

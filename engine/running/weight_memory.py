@@ -1,6 +1,6 @@
 """The memory of sets of weights: the live weights, and weights that are being received.
 
-`WeightMemory` is the interface. `LocalWeights` is the memory of an engine in one process.
+`WeightMemory` is the interface that creates this memory. `LocalWeights` is the memory of an engine in one process.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class WeightSet(NamedTuple):
 
 
 class WeightMemory(Protocol):
-    """Creates memory for sets of weights. `num_bytes`: the bytes that this process allocates for a set. `device`: where
-    weights are received. The model may compute with a copy on another device.
+    """Creates memory for sets of weights. `num_bytes`: the bytes that this process allocates for a set. `device`: the
+    device on which weights are received. The model may compute with a copy on another device.
     """
 
     @property
@@ -104,12 +104,12 @@ class LocalWeights:
         return WeightSet(model, tensors, tensors)
 
     def overlay_bytes(self, names: Collection[str]) -> int:
-        """Return the bytes that an overlay with these weights needs."""
+        """Return the size, in bytes, of an overlay that holds the weights `names`."""
         meta = partial(torch.empty, dtype=self._dtype, device="meta")
         return bytes_needed(lambda empty: self._build(meta, of_name=dict.fromkeys(names, empty)), self._dtype)
 
     def new_overlay(self, num_bytes: int) -> Arena:
-        """Allocate memory for those weights of one set that the set does not share with another set.
+        """Allocate an overlay: memory for the weights that a set does not share with another set.
 
         Raise MemoryError or RuntimeError if there is not enough memory.
         """

@@ -37,7 +37,7 @@ from .weight_memory import LocalWeights, WeightArena, WeightMemory
 
 @dataclass
 class AdapterBase:
-    """The base weights of merged adapters.
+    """The base weights of live weights into which adapters are merged.
 
     `kept`: the base values of the parameters that the adapters changed, as `copy_of` returns them. `checksums`: the
     checksums that adapter pushes have computed so far for base parameters.
@@ -61,8 +61,8 @@ def merge_into(ops: Backend, out: Weight, plain: Tensor, factors: Factors) -> bo
     """Store a weight with a merged adapter; if `out` is quantized, quantize the sum. Return whether all values are
     finite.
 
-    `plain`: the weight without the adapter; for a quantized weight, the values of its codes. Raise ValueError for a sum
-    that the format of `out` cannot store, such as one that is not finite.
+    `plain`: the weight without the adapter; for a quantized weight, the dequantized values. Raise ValueError for a sum
+    that the format of `out` cannot store, such as a sum that is not finite.
     """
     if format_of(out) is None:
         return ops.merge_into(out, plain, *factors)
@@ -71,8 +71,8 @@ def merge_into(ops: Backend, out: Weight, plain: Tensor, factors: Factors) -> bo
 
 
 class OptionalWeights:
-    """The weights of a model's MTP module. `names`: their names. New weights may lack the module's weights, because no
-    sample depends on the module.
+    """The weights of a model's MTP module. `names`: the names of the module's weights. New weights may lack the
+    module's weights, because no sample depends on the module.
 
     Most trainers cannot push the module, because transformers drops the module when it loads a model. If new weights
     lack the module's weights, the worker keeps its current weights of the module. Owns the record of whether the last
@@ -85,7 +85,7 @@ class OptionalWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """The weights that the next commit may lack. A commit may lack all optional weights, but not just some of them.
+        """The weights that the next commit may lack. A commit must replace either all optional weights or none.
 
         The result is empty if an in-place staging was dropped after it had written to some of the weights.
         """
@@ -121,8 +121,8 @@ class OptionalWeights:
 class Spare:
     """Memory that a commit left over, which the next staging uses. Thread-safe.
 
-    New memory must be cleared by the system, which takes as long as a copy. In memory that a staging has used before,
-    the system clears nothing. The system may take the memory back at any time, and the worker gives it up when the
+    The system must clear new memory, and clearing takes as long as a copy. The system does not clear memory that a
+    staging has used before. The system may reclaim the memory at any time. The worker releases the memory when the
     weights go to sleep. Only an arena in private host memory is kept (`Arena.set_aside`).
     """
 
@@ -223,8 +223,8 @@ class WeightStore:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Prefixes of tensor names. Trainers leave tensors with these prefixes out of a push, for example the tensors
-        of an unused tower.
+        """Prefixes of tensor names. Trainers push no tensors with these prefixes, for example the tensors of an unused
+        tower.
         """
         return self.model.spec.left_out
 
@@ -439,7 +439,8 @@ class WeightStaging:
         return self._others_bytes + (0 if arena is None else arena.num_held)
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
-        """Announce adapters: `rows` then also accepts A and B of the given weights, and `merge` adds their product.
+        """Announce adapters: `rows` then also accepts A and B of the given weights, and `merge` adds the product of B
+        and A.
 
         `weights`: maps the name of each adapted weight to (name of A, name of B, rank, scale). `alone`: whether the
         adapters are added to the base weights of the live weights; otherwise, the adapters are added to the staged
@@ -500,8 +501,8 @@ class WeightStaging:
 
     def keep_base(self, tensors: Mapping[str, Tensor]) -> None:
         """Record that the staged rows have merged adapters. `tensors`: the dense base values of the parameters that the
-        adapters changed. The staging keeps these tensors, which must not change; of a quantized parameter, it keeps the
-        quantized values.
+        adapters changed. The staging keeps these tensors, which must not change; for a quantized parameter, the staging
+        keeps the quantized values.
         """
         self.base = AdapterBase(kept={name: self._as_kept(name, tensor) for name, tensor in tensors.items()})
         self._others_bytes += sum(weight.nbytes for weight in self.base.kept.values())
@@ -599,7 +600,7 @@ class LendableStaging(WeightStaging):
         self.tensors = store.memory.weights_in(lendable).tensors
 
     def lend(self) -> LentMemory:
-        """Let other processes map the weights, which must be complete. Later writes are not visible to borrowers."""
+        """Let other processes map the weights, which must be complete. Borrowers do not see writes after this call."""
         return self._lendable.lend()
 
     def withdraw(self) -> None:

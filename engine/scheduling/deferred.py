@@ -1,9 +1,10 @@
 """Tokens that samples have drawn but not received yet.
 
-Most tokens change nothing but the lists of their sample, and what edits its next logits: they neither end the sample
-nor are streamed, decoded or recorded. With thousands of samples, visiting each sample in every step takes longer than
-all other work of the host. `Deferred` therefore stores such tokens in arrays, and a sample receives several tokens at
-once. `Lanes` decides when: before anything reads the tokens of the sample or of its sequence.
+Most tokens change only the lists of their sample and the edits of the sample's next logits. Such a token does not end
+the sample, and is not streamed, decoded or recorded. With thousands of samples, visiting each sample in every step
+takes longer than all other work of the host. `Deferred` therefore stores the drawn tokens in arrays, and a sample
+receives several tokens at once. `Lanes` delivers the stored tokens before anything reads the tokens of the sample or of
+its sequence.
 
 Owns the stored tokens. Does not know samples and sequences.
 """
@@ -49,7 +50,7 @@ class Deferred:
                 self._all_ending = None
 
     def close(self, lane: int) -> None:
-        """Store no more tokens of a lane. Its stored tokens must have been taken."""
+        """Store no more tokens of a lane. All stored tokens of the lane must already have been taken."""
         assert not self.counts[lane], f"tokens of lane {lane} are not delivered"
         if self.is_open[lane]:
             self.is_open[lane] = False
@@ -61,7 +62,7 @@ class Deferred:
                     self._all_ending = None
 
     def add(self, lanes: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, may_defer: np.ndarray) -> np.ndarray:
-        """Store the next token of each of `lanes` if this is possible. Return, as bool [N], which tokens are stored.
+        """Store the next token of each lane in `lanes`, if possible. Return, as bool [N], which tokens are stored.
 
         `lanes`, `tokens`: int64 [N], with distinct lanes. `logprobs`: float32 [N]. `may_defer`: bool [N]. A token is
         not stored if `may_defer` is false, if its lane is closed or full, or if the token may end a sample.

@@ -32,8 +32,8 @@ def spans_of(images: Sequence[ImageInput], tower: TowerSpec) -> list[ImageSpan]:
 class SequenceMedia:
     """The images of a sequence. There is at least one image.
 
-    `end`: the token after the last image. `shift`: for every token after the last image, the token's position minus its
-    index; at most 0. `has_axes`: whether positions have the axes time, row and column.
+    `end`: the index of the first token after the last image. `shift`: for every token after the last image, the token's
+    position minus its index; at most 0. `has_axes`: whether positions have the axes time, row and column.
     """
 
     def __init__(self, images: Sequence[ImageInput], tower: TowerSpec, has_axes: bool) -> None:

@@ -11,8 +11,8 @@ A slot holds the state that all recurrent layers have after a given token of a s
 - `target` is the sequence's own slot, or a slot reserved for a checkpoint.
 
 A sequence holds a reference to each of its slots, and a step in flight holds a reference to the checkpoint that it
-writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint of
-the device, taking a checkpoint and forking copy no state: they change only `slot`, `source` and `target`.
+writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint
+that is on the device, taking a checkpoint, and forking copy no state: they change only `slot`, `source` and `target`.
 
 `StateSlots` owns the reference counts, the free slots, and up to `budget` checkpoints (a map from entries of the prefix
 index to slots). `Branches` owns each position at which prompts branch, as long as the checkpoint at this position is
@@ -24,22 +24,23 @@ A chunk ends where a checkpoint is taken. All checkpoints are taken at block bou
 - A checkpoint is taken every `Intervals.prompts` tokens while tokens are computed in chunks (a prompt, or all tokens
   after a preemption).
 - A checkpoint is taken at the last block boundary before the last token of a prompt, so that a request with the same
-  prompt can resume there.
+  prompt can resume from the checkpoint.
 - A checkpoint is taken where prompts branch: at the end of the blocks that a sequence found in the cache, but must
-  compute again because a checkpoint is missing. Other prompts with the same blocks wait for this checkpoint.
+  compute again because a checkpoint is missing. Other prompts with the same blocks wait for the checkpoint at the
+  branch.
 - A checkpoint is taken every `Intervals.decodes` tokens while a sequence decodes.
 
 A checkpoint is reserved when the scheduler plans the step that writes it. A reserved checkpoint is ready when the step
 that writes it is done. A checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index
-entry is removed or when the epoch changes. When another checkpoint or a live state needs the slot, the checkpoint is
-copied to the host tier, or dropped if there is none. If no slot is available for a checkpoint, the checkpoint is
-skipped: no sequence waits for the checkpoint, and the chunk does not end early. The results have the same bits wherever
-chunks end.
+entry is removed or when the epoch changes. When another checkpoint or a live state needs the slot of a checkpoint, the
+checkpoint is copied to the host tier, or dropped if the host has no slot. If no slot is available for a checkpoint, the
+checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end early. The results have the same
+bits wherever chunks end.
 
 Guarantees:
 
 - A slot that a sequence reads or writes is never given to another sequence or checkpoint.
-- There are at most `budget` checkpoints, including reserved ones.
+- There are at most `budget` checkpoints, including reserved checkpoints.
 - A live state never waits for a slot that holds an unused checkpoint: the checkpoint is evicted.
 """
 
@@ -218,8 +219,8 @@ class StateSlots:
         return slot
 
     def _evict(self) -> None:
-        """Move the least recently used checkpoint that no sequence reads, if any, to the host. If the host has no slot,
-        drop the checkpoint.
+        """Move a checkpoint to the host: the least recently used checkpoint that no sequence reads, if there is one. If
+        the host has no slot, drop the checkpoint.
         """
         entry = next((entry for entry, slot in self._ready.items() if self._references[slot] == 1), None)
         if entry is None:
@@ -292,8 +293,8 @@ class Branches:
         self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence's branch after the sequence has taken the checkpoint there, or if the sequence will never
-        take this checkpoint.
+        """Forget a sequence's branch, because the sequence has taken the checkpoint at the branch or will never take
+        the checkpoint.
         """
         if sequence.branch:
             key = sequence.chain.hashes[sequence.branch // self._block_size - 1]

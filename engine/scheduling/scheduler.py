@@ -88,11 +88,11 @@ class SchedulerStats:
     """Lifetime counters.
 
     `steps`: steps that computed something. `prefix_queries`: prompt tokens looked up in the cache when a sequence first
-    starts. `prefix_hits`: prompt tokens that the lookups found in the cache. `shortened_hits`: tokens that were found
-    in the cache but computed again, because their routed experts were requested but missing, or because the checkpoint
-    of their recurrent state was missing. `preemptions`: how often an older sequence took the blocks of a running
-    sequence. `recomputed`: how often `recompute_running` took the blocks of a running sequence. `deferred_admissions`:
-    the number of sequences that waited for a prefix, summed over all steps.
+    starts. `prefix_hits`: prompt tokens that were found in the cache when a sequence first started. `shortened_hits`:
+    tokens that were found in the cache but computed again, because their routed experts were requested but missing, or
+    because the checkpoint of their recurrent state was missing. `preemptions`: how often an older sequence took the
+    blocks of a running sequence. `recomputed`: how often `recompute_running` took the blocks of a running sequence.
+    `deferred_admissions`: the number of sequences that waited for a prefix, summed over all steps.
     """
 
     steps: int = 0
@@ -180,8 +180,8 @@ class Waiting:
 class Running:
     """At most `capacity` running sequences.
 
-    `sequences`: the sequences, sorted. `lanes`: their counters. `states`: the recurrent states of the sequences, or
-    None if the model has no recurrent layers. `encodings`: the encoded images, or None.
+    `sequences`: the sequences, sorted. `lanes`: the counters of the running sequences. `states`: the recurrent states
+    of the sequences, or None if the model has no recurrent layers. `encodings`: the encoded images, or None.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class Starter:
         """Return the hits that a sequence can use.
 
         A sequence that needs routed experts can use only the hits before the first hit without recorded experts. The
-        tokens of later hits are computed again.
+        tokens of the first hit without recorded experts, and of all later hits, are computed again.
         """
         if self._routes is None or not sequence.needs_routes:
             return hits
@@ -424,7 +424,7 @@ class _Plan:
         self.budget -= size
 
     def decode(self, lanes: np.ndarray) -> None:
-        """Plan one token for each of the lanes."""
+        """Plan one token for each lane in `lanes`."""
         self.decoding = lanes
         self.budget -= len(lanes)
 
@@ -475,11 +475,11 @@ class Scheduler:
         self._starter = Starter(cache, self.waiting, self.running, routes, max_num_batched_tokens, self.stats)
 
     def schedule(self, may_preempt: bool = True) -> Chunks:
-        """Return the chunks of the next step, with blocks reserved for them.
+        """Reserve blocks for the next step, and return the chunks of the step.
 
         The result is empty only if there are no sequences, or if all sequences wait for results of the steps in flight
         (tokens, blocks or prefixes) or for encoded images. `may_preempt`: whether sequences may lose their blocks to
-        older ones. If `may_preempt` is False, a sequence that finds no free block waits.
+        older sequences. If `may_preempt` is False, a sequence that finds no free block waits.
         """
         plan, lanes = _Plan(self.max_num_batched_tokens, may_preempt), self.running.lanes
         running = self.running.in_order()
@@ -498,7 +498,7 @@ class Scheduler:
         return plan.chunks(lanes)
 
     def advance(self, chunks: Chunks) -> None:
-        """Record that a step computes the KV of `chunks`, so that the next step continues after these tokens.
+        """Record that a step computes the KV of `chunks`, so that the next step continues after the chunks.
 
         `chunks`: the chunks without their drafted tokens, because drafted tokens may be rejected.
         """
@@ -550,7 +550,8 @@ class Scheduler:
     def recompute_running(self, keeps_decoding: bool = False) -> None:
         """Take all blocks from the running sequences, and requeue the sequences to compute them again.
 
-        `keeps_decoding`: spare the sequences that only decode, because all their tokens but the last are computed.
+        `keeps_decoding`: whether the sequences that only decode keep their blocks, because all their tokens but the
+        last are computed.
         """
 
         def is_kept(sequence: Sequence) -> bool:
@@ -565,8 +566,8 @@ class Scheduler:
             self.stats.recomputed += 1
 
     def keep_kv(self, version: int) -> None:
-        """Record in the samples of all running sequences that they keep KV of `version` while the weights change. All
-        running sequences must decode.
+        """Record in the samples of all running sequences that the sequences keep KV of `version` while the weights
+        change. All running sequences must decode.
         """
         for sequence in self.running.sequences:
             assert isinstance(sequence.purpose, Generation)
@@ -580,7 +581,9 @@ class Scheduler:
         ]
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless the running sequences account for every block and no waiting sequence holds one."""
+        """Raise RuntimeError unless the running sequences account for every block and no waiting sequence holds a
+        block.
+        """
         if any(sequence.table for sequence in self.waiting):
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
         self.running.check_integrity()
@@ -592,7 +595,7 @@ class Scheduler:
             self.routes.check_integrity(self.cache.entries)
 
     def _publish(self, filled: Chunks) -> None:
-        """Publish the blocks that `filled` filled."""
+        """Publish the blocks that the chunks `filled` have filled."""
         cache = self.cache
         self.running.lanes.deliver_for(filled)
         for sequence, _, end in filled:
@@ -603,7 +606,7 @@ class Scheduler:
                     _attach_routes(self.routes, sequence.chain.entries, num_known, sequence.routes, cache.block_size)
 
     def _decode(self, decoding: np.ndarray, plan: _Plan) -> np.ndarray:
-        """Plan one token for each sequence in the lanes `decoding`, if enough blocks are free for all of them.
+        """Plan one token for each sequence in the lanes `decoding`, if enough blocks are free for all these tokens.
 
         Return the lanes that the caller must plan one by one: none if every token is planned, otherwise all lanes
         within the budget.
@@ -636,8 +639,8 @@ class Scheduler:
             plan.add(sequence.lane, size if states is None else states.cut(sequence, size))
 
     def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan, least: int = 0) -> int:
-        """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible. If
-        blocks for the first `least` tokens (at least one token) are lacking, newer sequences are preempted.
+        """Give a running sequence blocks for tokens [start, start + size), or for as many of these tokens as possible.
+        If blocks for the first `least` tokens (at least one token) are lacking, newer sequences are preempted.
 
         Return how many of the `size` tokens have blocks afterwards.
         """

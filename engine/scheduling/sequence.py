@@ -41,7 +41,7 @@ class StateCounters:
     """The counters of recurrent states that every step needs: arrays with one element per lane, int64 [capacity].
 
     `slot`, `source`, `target`: the slots of the state (see the module `recurrent`). `num_repeated`: how many of the
-    computed tokens are accepted drafts that the state does not include yet; the next step repeats them.
+    computed tokens are accepted drafts that the state does not include yet; the next step computes these tokens again.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -57,7 +57,7 @@ class Counters:
     `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
     An unseen token is a token that the step in flight draws and that the host does not know yet. `states`: the counters
     of recurrent states. `shift`: the position of each token after the last image, minus the token's index. `media_end`:
-    the token after the last image; 0 without images.
+    the index of the first token after the last image; 0 without images.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -72,11 +72,11 @@ class Sequence:
     """Tokens to be computed. While the sequence runs, its counters are stored only in `counters`, at `lane`.
 
     The scheduler writes `table`, `branch`, `chain`, `claim` and `num_cached_tokens`. The lanes (`Lanes`) write
-    `tokens`, `purpose`, `counters` and `lane`. Scheduler and engine write `routes`.
+    `tokens`, `purpose`, `counters` and `lane`. Both the scheduler and the engine write `routes`.
 
     `order`: (arrival of the request, sample index). Lower orders are served first, and higher orders are preempted
-    first. `tokens`: the tokens that the host has seen, except those in `Lanes.deferred`. `purpose`: the samples for
-    which tokens are drawn after the last token, or the score that receives the log-probs. `claim`: the hash of the
+    first. `tokens`: the tokens that the host has seen, except the tokens in `Lanes.deferred`. `purpose`: the samples
+    for which tokens are drawn after the last token, or the score that receives the log-probs. `claim`: the hash of the
     block that this sequence waits for while another sequence computes it; None if this sequence waits for no block.
     `num_cached_tokens`: the number of tokens found in the cache when the sequence first started; None before the first
     start. `branch`: the position at which the sequence will take a checkpoint, because the cache lacks a checkpoint
@@ -190,7 +190,9 @@ class Chunks:
         return np.array([len(self.drafts.get(lane, ())) for lane in self.lanes.tolist()], np.int64)
 
     def add_drafts(self, drafts: Mapping[int, AnySequence[int]]) -> Chunks:
-        """Return the chunks with drafted tokens appended. `drafts`: by lane. The chunks must not have drafts yet."""
+        """Return the chunks with drafted tokens appended. `drafts`: maps a lane to the lane's drafted tokens. The
+        chunks must not have drafts yet.
+        """
         added = replace(self, drafts=drafts)
         return replace(added, ends=self.ends + added.num_drafted)
 
@@ -308,8 +310,8 @@ class Lanes(Counters):
         return self.deferred.add(lanes, token_ids, logprobs, self._holds(decodes) & is_finite & ~is_last)
 
     def allow_deferral(self, sequence: Sequence) -> None:
-        """Allow `defer` to store the next tokens of a decoding sequence, if the sequence still runs. Its sample must
-        have received all earlier tokens, and at least one token of the current weights.
+        """Allow `defer` to store the next tokens of a decoding sequence, if the sequence still runs. The sequence's
+        sample must have received all earlier tokens, and at least one token of the current weights.
         """
         lane = sequence.lane
         if lane >= 0 and (sample := self.samples[lane]) is not None:
@@ -330,8 +332,8 @@ class Lanes(Counters):
             self.deliver(sequence)
 
     def deliver_for(self, chunks: Chunks) -> None:
-        """Append the deferred tokens of the sequences of `chunks` to the sequences and their samples. Later tokens may
-        be deferred.
+        """Append the deferred tokens of the sequences of `chunks` to the sequences and their samples. Tokens that are
+        drawn later may be deferred again.
         """
         is_behind = self._holds(chunks) & (self.deferred.counts[chunks.lanes] > 0)
         for place in is_behind.nonzero()[0].tolist():
@@ -342,8 +344,8 @@ class Lanes(Counters):
         all new tokens of a sequence except the last, the KV is already computed.
 
         `token_ids` (int64): the new tokens of all sequences, concatenated. `counts` (int64 [N]): the number of new
-        tokens of each sequence, which is at least 1. `deferred` (bool [N]): which sequences have one token, which
-        `defer` has stored. A sequence that has left its lane since the step was planned also receives its tokens.
+        tokens of each sequence, which is at least 1. `deferred` (bool [N]): which sequences have a single new token
+        that `defer` has stored. A sequence that has left its lane since the step was planned also receives its tokens.
         """
         sequences, lanes, last, places = decodes.sequences, decodes.lanes, token_ids, (~deferred).nonzero()[0]
         if len(token_ids) == len(sequences):

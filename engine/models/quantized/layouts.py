@@ -4,14 +4,14 @@ A matrix has the name of a module, followed by `.weight`. The module has one ten
 with scales and zero points. The names of all tensors of a module begin with the module's name. Codes and scales are
 read in the format of the layout (`kernels.quantization`), without any further rounding:
 
-- Scales of a lower precision are converted to the dtype of the format's scales. The conversion must be possible without
-  rounding.
-- NVFP4 of compressed-tensors has a number by which scales are divided. The format multiplies scales by the reciprocal
-  of this number, rounded to float32.
+- Scales of a lower precision are converted to the dtype of the format's scales. The conversion of a scale must be
+  possible without rounding.
+- In NVFP4 of compressed-tensors, scales are divided by a stored number. The format in `kernels.quantization` multiplies
+  scales by the reciprocal of the stored number, rounded to float32.
 
-Owns nothing. Guarantees: NaN, infinite and negative scales are refused, and so are codes of NaN. Sources: DeepSeek-V3
-Technical Report (2024) for `fp8`; AutoAWQ 0.2 for `awq`; ModelOpt 0.40 for `modelopt-nvfp4`; compressed-tensors 0.20
-for all others.
+Owns nothing. Guarantees: NaN, infinite and negative scales are refused, and so are codes that mean NaN. Sources:
+DeepSeek-V3 Technical Report (2024) for `fp8`; AutoAWQ 0.2 for `awq`; ModelOpt 0.40 for `modelopt-nvfp4`;
+compressed-tensors 0.20 for all other layouts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Shape = tuple[int, ...]
 
 
 class UnfitError(ValueError):
-    """The stored values are valid, but the format cannot hold them."""
+    """The stored values are valid, but the layout's format cannot hold the values."""
 
 
 class Member(NamedTuple):
     """One of the tensors that store a matrix.
 
     `suffix`: the part of the name after the module's name and a period. `dtypes`: the dtypes that the tensor may have,
-    as in the header of a safetensors file. `shape`: returns the shape, for R and C. `read`: a function of the tensor
-    and (R, C) that checks the tensor, and returns the form in which `Matrix.fields` holds the tensor, or raises
-    ValueError.
+    as in the header of a safetensors file. `shape(R, C)`: returns the tensor's shape for a matrix of R rows and C
+    columns. `read(tensor, (R, C))`: checks the tensor, and converts the tensor to the form that `Matrix.fields` holds;
+    raises ValueError if the tensor is invalid.
     """
 
     suffix: str
@@ -59,11 +59,11 @@ class Member(NamedTuple):
 class Layout:
     """The tensors that store a matrix in a format.
 
-    `codes`: the tensor with the codes. `unpack`: returns the codes in rows and columns of this tensor that are read
-    together, uint8 [r, c]. `is_swapped`: the rows of this tensor are the columns of the matrix. `packed`: the number of
-    codes that an element of this tensor holds, along its last axis. `others`: the other tensors, by the names of the
-    fields of `Quantized`. A tensor that `read` only checks has a different name. `left_out`: suffixes of tensors for
-    the quantization of activations, which are not used.
+    `codes`: the tensor with the codes. `unpack`: returns the codes, uint8 [r, c], of a part of the tensor `codes`.
+    `is_swapped`: whether the rows of the tensor `codes` are the columns of the matrix. `packed`: the number of codes
+    that an element of the tensor `codes` holds, along the tensor's last axis. `others`: the tensors other than `codes`,
+    by the names of the fields of `Quantized`. A tensor that `Member.read` only checks has a name that is not a field of
+    `Quantized`. `left_out`: the suffixes of unused tensors, which serve the quantization of activations.
     """
 
     format: Format
@@ -75,15 +75,17 @@ class Layout:
     left_out: tuple[str, ...] = ()
 
     def matrix_of(self, name: str) -> str:
-        """Return the name of the matrix that a tensor belongs to; for any other tensor, its own name."""
+        """Return the name of the matrix to which the tensor `name` belongs. If no matrix has such a tensor, return
+        `name`.
+        """
         for member in (self.codes, *self.others.values()):
             if name.endswith("." + member.suffix):
                 return name.removesuffix(member.suffix) + _WEIGHT
         return name
 
     def names(self, matrix: str) -> dict[str, str]:
-        """Return the names of the tensors that store a matrix: `codes`, and the keys of `others`. Empty if the name is
-        not the name of a matrix.
+        """Return the names of the tensors that store a matrix: `codes`, and the keys of `others`. The result is empty
+        if `matrix` is not the name of a matrix.
         """
         if not matrix.endswith("." + _WEIGHT):
             return {}
@@ -114,9 +116,9 @@ class Matrix:
         return sum(tensor.nbytes for tensor in self.fields.values())
 
     def part(self, stored: Any, rows: range, columns: range) -> Quantized:
-        """Return rows and columns of the matrix. Both ranges must begin at the first element of a group or word, and
-        end at the last element of a group, a word or the matrix. `stored`: the tensor with the codes, as a tensor or as
-        the result of `get_slice`. Raise ValueError if a code means NaN.
+        """Return the given rows and columns of the matrix. Both ranges must begin at the first element of a group or
+        word, and end at the last element of a group, a word or the matrix. `stored`: the tensor with the codes, as a
+        tensor or as the result of `get_slice`. Raise ValueError if a code means NaN.
         """
         layout, group = self.layout, self.layout.format.group(self.shape[1])
         outer, inner = (columns, rows) if layout.is_swapped else (rows, columns)
@@ -138,7 +140,7 @@ class Rows:
     """Some rows of a matrix in a file. Indexing works as for the result of `get_slice`: it reads a part from the file
     and dequantizes the part.
 
-    `stored`: the codes, as the result of `get_slice`. `rows`: begin at a multiple of `ROWS`.
+    `stored`: the codes, as the result of `get_slice`. `rows`: a range of rows that begins at a multiple of `ROWS`.
     """
 
     def __init__(self, stored: Any, matrix: Matrix, rows: range) -> None:
@@ -150,7 +152,7 @@ class Rows:
         return self._matrix.layout.format
 
     def quantized(self) -> Quantized:
-        """Return all of these rows, as they are stored. Raise ValueError if a code means NaN."""
+        """Return all of these rows in quantized form. Raise ValueError if a code means NaN."""
         return self._matrix.part(self._stored, self._rows, range(self._matrix.shape[1]))
 
     def __getitem__(self, part: slice | tuple[slice, slice]) -> Tensor:
@@ -165,7 +167,7 @@ class Rows:
 
 
 def _whole(part: range, unit: int, end: int) -> range:
-    """Return the range around a part that begins and ends at multiples of `unit`, or ends at `end`."""
+    """Extend `part` to a range that begins at a multiple of `unit`, and ends at a multiple of `unit` or at `end`."""
     return range(part.start // unit * unit, min(-(-part.stop // unit) * unit, end))
 
 
@@ -247,7 +249,7 @@ def _whole_shape(rows: int, columns: int) -> Shape:
 
 
 def _by(of_rows: int, of_columns: int) -> Callable[[int, int], Shape]:
-    """Return a function that divides rows and columns, rounding up."""
+    """Return a function that divides the numbers of rows and columns, rounding up."""
     return lambda rows, columns: (-(-rows // of_rows), -(-columns // of_columns))
 
 

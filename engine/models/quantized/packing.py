@@ -23,10 +23,10 @@ def words(packed: Tensor) -> Tensor:
 
 
 def words_of_rows(packed: Tensor) -> Tensor:
-    """Unpack int32 words [n, C], which have the codes of eight rows, to codes [8 * n, C]."""
+    """Unpack int32 words [n, C], each with the codes of eight rows, to codes [8 * n, C]."""
     return words(packed.T).T
 
 
 def awq_words(packed: Tensor) -> Tensor:
-    """Unpack int32 words [C, n] of AutoAWQ, which have the codes of eight rows, to codes [8 * n, C]."""
+    """Unpack int32 words [C, n] of AutoAWQ, each with the codes of eight rows, to codes [8 * n, C]."""
     return words(packed).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1).T
