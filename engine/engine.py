@@ -317,9 +317,9 @@ class Engine:
         self._grammars.close()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that `weights`, `kv_cache`, `adapters` (if named adapters are served) and `host_cache` (if
-        there is a host tier) hold now: 0 for memory that is asleep. A sleep never releases the matrices A and B of
-        adapters.
+        """Return the bytes that `weights`, `spare` (memory of replaced weights, kept for the next push), `kv_cache`,
+        `adapters` (if named adapters are served) and `host_cache` (if there is a host tier) hold now: 0 for memory that
+        is asleep. A sleep never releases the matrices A and B of adapters.
 
         Also return `records`, the bytes of host memory that the records of unfinished requests hold (see
         `EngineConfig.max_record_bytes`). For a model with experts, also return `routed_experts`, the bytes of host

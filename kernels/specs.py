@@ -349,8 +349,8 @@ class RouterSpec:
     `softmax` the logits of all experts. `wide`: the logits are float32, and are not rounded to the model's dtype.
     `correction`: a float32 bias is added to the scores to choose experts, but not to compute gates (Wang et al. 2024,
     auxiliary-loss-free balancing). `groups`: the number of groups of neighbouring experts. Experts are chosen only from
-    the `kept_groups` best groups, ranked by the sum of their `group_best` highest scores; `group_best` is 1 or 2
-    (DeepSeek-AI 2024, DeepSeek-V2 and V3).
+    the `kept_groups` best groups, ranked by the sum of their `group_best` highest scores (or logits, unless
+    `ranks_scores`); `group_best` is 1 or 2 (DeepSeek-AI 2024, DeepSeek-V2 and V3).
 
     `normed`: the scores of the chosen experts are divided by max(sum + `eps`, `floor`). `scale`: multiplies the gates.
     """

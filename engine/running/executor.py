@@ -168,9 +168,9 @@ class Executor(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return how many bytes `weights`, `kv_cache`, `adapters` (if named adapters are served) and `host_cache` (if
-        there is a host tier) hold now: 0 for memory that is asleep. A sleep never releases the matrices A and B of
-        adapters.
+        """Return how many bytes `weights`, `spare` (memory of replaced weights, kept for the next push), `kv_cache`,
+        `adapters` (if named adapters are served) and `host_cache` (if there is a host tier) hold now: 0 for memory that
+        is asleep. A sleep never releases the matrices A and B of adapters.
         """
         ...
 

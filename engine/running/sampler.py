@@ -386,7 +386,7 @@ def _drawing_of(parts: Sequence[_Part], num_tops: np.ndarray) -> Drawing:
             recorded += zip(part.places.tolist(), num_tops[part.places].tolist(), strict=True)
             statistics.append(part.statistics)
     targets = [(part.places[own].tolist(), found) for part in parts for own, found in part.targets]
-    kept = [(part.places[own].tolist(), *found) for part in parts for own, *found in part.kept]
+    kept = [(part.places[own].tolist(), bits, log_mass) for part in parts for own, bits, log_mass in part.kept]
     return Drawing(*columns, recorded=recorded, statistics=statistics, targets=targets, kept=kept)
 
 

@@ -39,8 +39,8 @@ class Pulled:
 
 
 class Staging:
-    """The staged version. Callers of the methods hold `lifecycle.push_lock`. `pulled`: the version that was last staged
-    or committed; None if no version was staged or committed, or if the version was dropped.
+    """The staged version. Callers of all methods except `close` hold `lifecycle.push_lock`. `pulled`: the version that
+    was last staged or committed; None if no version was staged or committed, or if the version was dropped.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:

@@ -14,7 +14,8 @@ Promises:
   is still running, the retry waits for its answer. If several equal calls are running, the retry waits for the call
   with the fewest callers. If the earlier call was cancelled but has not ended yet, the retry waits until the call has
   ended, and then draws the answer with the same seed. If several retries wait for the same cancelled call, one of them
-  draws the answer for all. A retry that has no call to wait for returns the newest recorded answer.
+  draws the answer for all. A retry that has no call to wait for returns the newest recorded answer. If no answer is
+  recorded, the retry draws an answer itself.
 - A call that runs for several callers is cancelled when all callers are cancelled. A call adds a node when its first
   caller gets the answer. If all callers are cancelled before one of them gets the answer, or if the call raises an
   error, the call adds nothing to the session.

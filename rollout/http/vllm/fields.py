@@ -24,8 +24,8 @@ REFUSED = {
     "/collective_rpc": "calls functions of vLLM's workers by name; use the paths of docs/skyrl.md",
     "/update_weight_version": "a version names the weights that were pushed with it; push weights as a new version",
     "/skyrl/v1/generate": (
-        "is not supported; turn off enable_return_routed_experts and return_sample_support in SkyRL, which then calls "
-        "/inference/v1/generate"
+        "is not supported; turn off enable_return_routed_experts and enable_return_sample_support_set in SkyRL, "
+        "which then calls /inference/v1/generate"
     ),
 }
 """Paths of vLLM and SkyRL that are refused, with the reason or the alternative."""
