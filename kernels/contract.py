@@ -245,7 +245,7 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True)
 class Mamba2Weights:
-    """The weights of a state space.
+    """The weights of a layer's state space (Mamba-2).
 
     `inputs`: [inner_size + channels + heads, H]; first the rows of the output gate z, then the rows of (x, B, C), then
     the rows of the time steps. `convolution` [channels, 1, kernel_size] begins with the weight of the oldest token.

@@ -58,8 +58,8 @@ class Factors(NamedTuple):
 
 
 def merge_into(ops: Backend, out: Weight, plain: Tensor, factors: Factors) -> bool:
-    """Store a weight with a merged adapter; if `out` is quantized, quantize the sum. Return whether all values are
-    finite.
+    """Store the sum of a weight and an adapter's product in `out`. If `out` is quantized, quantize the sum. Return
+    whether all values are finite.
 
     `plain`: the weight without the adapter; for a quantized weight, the dequantized values. Raise ValueError for a sum
     that the format of `out` cannot store, such as a sum that is not finite.

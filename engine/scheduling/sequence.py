@@ -425,8 +425,8 @@ class Takers:
     Samples with a sequence of their own come first, and samples that draw their first token come last. Samples of the
     same prompt are adjacent. `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at
     `places[i]`. The draws are in the order of `samples`. `decodes`: the chunks of the samples with a sequence of their
-    own. `scores`: the place of each scored chunk, with its score request. `prompts`: the place of each completed
-    prompt, with the range of its samples in `samples`.
+    own. `scores`: for each scored chunk, its index in the step and its score request. `prompts`: for each completed
+    prompt, the index of its chunk and the range of its samples in `samples`.
     """
 
     decodes: Chunks

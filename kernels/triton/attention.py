@@ -23,20 +23,20 @@ query gets the same bits from either variant:
   Keys and values are read once for each tile of rows.
 
 In latent attention, all heads share one key-value head, and the values are the first V elements of the keys [D]. A
-program multiplies both parts of a key in turn, V elements and then the rest, and uses the first part again as the
-value. The heads are cut into groups of up to ROWS heads, which take the place of the groups that share a key-value
-head. The first part of a cached key is always finite: `write_kv` marks a token with non-finite elements by NaNs in the
-rest of the key.
+Triton program multiplies a query by a key in two parts: by the first V elements of the key, and then by the rest. The
+program uses the first part of the key again as the value. The heads are cut into groups of up to ROWS heads, which take
+the place of the groups that share a key-value head. The first part of a cached key is always finite: `write_kv` marks a
+token with non-finite elements by NaNs in the rest of the key.
 
 A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
 the sink after the last partition, with the same function.
 
-If a row does not see a tile or partition, the row's sums are multiplied by 1, and zeros are added. Before the first key
-that the row sees, the row's sums are zeros and are multiplied by 0. A tile or partition that a row does not see can
-therefore change only the sign of a zero in the row's sums, and zeros are made positive at the end. A program may
-therefore skip the partitions and tiles that lie before the windows of all its rows. Even in the first tile, a program
-reads no keys at positions that precede the windows, so the block table's entries for these positions may have any
-value.
+If a row does not see a tile or partition, the row's sums are multiplied by 1, and zeros are added. Until the program
+reaches the first key that the row sees, the row's sums are zeros, and the factor of their rescaling is 0. A tile or
+partition that a row does not see can therefore change only the sign of a zero in the row's sums, and zeros are made
+positive at the end. A program may therefore skip the partitions and tiles that lie before the windows of all its rows.
+Even in the first tile, a program reads no keys at positions that precede the windows, so the block table's entries for
+these positions may have any value.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _MOST_GIB, _MOST_RANKS = 2**14, 8
 
 
 def plan(config: EngineConfig, memory: int, kv_bytes: int | None, console: Console) -> None:
-    """Print the division of `memory` bytes on the device of each rank.
+    """Print what the `memory` bytes on each rank's device are used for.
 
     `kv_bytes`: bytes per element of keys and values. If `kv_bytes` is 1, each key and each value of a head needs 4 more
     bytes, for a scale and a zero point in float16. Raise ConfigError if the plan does not fit; the error text proposes

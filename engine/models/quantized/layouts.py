@@ -62,8 +62,9 @@ class Layout:
     `codes`: the tensor with the codes. `unpack`: returns the codes, uint8 [r, c], of a part of the tensor `codes`.
     `is_swapped`: whether the rows of the tensor `codes` are the columns of the matrix. `packed`: the number of codes
     that an element of the tensor `codes` holds, along the tensor's last axis. `others`: the tensors other than `codes`,
-    by the names of the fields of `Quantized`. A tensor that `Member.read` only checks has a name that is not a field of
-    `Quantized`. `left_out`: the suffixes of unused tensors, which serve the quantization of activations.
+    by the names of the fields of `Quantized`. If `Member.read` checks a tensor but does not keep it, the tensor's name
+    is not a field of `Quantized`. `left_out`: the suffixes of unused tensors, which serve the quantization of
+    activations.
     """
 
     format: Format

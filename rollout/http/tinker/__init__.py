@@ -9,7 +9,7 @@
 | `endpoints` | the handlers                                                                                         |
 | `routes`    | the list of paths                                                                                    |
 
-Promises: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. An
+Guarantees: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. An
 unsupported field is refused with an error that names the field. Every path that trains is refused. Each accepted
 request has exactly one outcome. The client can read this outcome more than once. If a client sends the same request
 again, no new samples are generated. The number of unread requests and the memory of their outcomes are bounded.
