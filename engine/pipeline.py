@@ -289,6 +289,10 @@ class Pipeline:
         drafts: dict[int, AnySequence[int]] = dict(chunks.drafts)
         lanes = chunks.lanes[takers.places].tolist()
         constrained = [(lane, sample.place) for lane, sample in zip(lanes, takers.samples, strict=True) if sample.place]
+        if not drafts and not any(score.place for _, score in takers.scores):
+            if constrained:
+                self._grammars.begin([place for _, place in constrained])
+            return chunks
         self._grammars.fill([(place, drafts.get(lane, ())) for lane, place in constrained])
         for lane, place in constrained:
             if lane in drafts:

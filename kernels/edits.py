@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,17 +77,20 @@ class Masks(Protocol):
 _NONE = np.array([1.0, 0.0, 0.0], np.float32)  # penalties that change nothing
 
 
-class RowEdits(NamedTuple):
+@dataclass(eq=False, slots=True)
+class RowEdits:
     """The changes of one row of logits.
 
     `content`: the bytes of `entries`, because bytes are faster to copy and to join than arrays. `penalties` (float32
     [3]): for repetition, presence and frequency. `mask` (int32 [ceil(V / 32)]): a bit for each token of the vocabulary,
     the lowest bit first; tokens with bit 0 get the logit -inf. `mask` is None if all tokens are allowed.
+    `await_mask`: waits for the mask of a grammar, which applies in addition to `mask`; None if there is none.
     """
 
     content: bytes
     penalties: np.ndarray
     mask: np.ndarray | None
+    await_mask: Callable[[], np.ndarray] | None = None
 
     @property
     def entries(self) -> np.ndarray:
@@ -96,6 +99,10 @@ class RowEdits(NamedTuple):
         sample.
         """
         return np.frombuffer(self.content, ENTRY)
+
+    def known(self) -> RowEdits:
+        """Return these edits without `await_mask`. Waits for the mask of the grammar."""
+        return self if self.await_mask is None else _masked(self, self.await_mask())
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,7 +425,7 @@ def packed_edits(rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray]
         penalties[[*rows]] = _joined([each.penalties for each in rows.values()], np.float32).reshape(-1, len(_NONE))
     if targets:
         num_targets[[*targets]] = [len(ids) for ids in targets.values()]
-    masks = {row: each.mask for row, each in rows.items() if each.mask is not None}
+    masks = _masks_of(rows)
     in_order = [rows[row].content for row in sorted(rows)]
     columns = (
         _starts(sizes),
@@ -430,6 +437,12 @@ def packed_edits(rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray]
         _joined([targets[row] for row in sorted(targets)], np.int64),
     )
     return Edits(*map(torch.from_numpy, columns))
+
+
+def _masks_of(rows: Mapping[int, RowEdits]) -> dict[int, np.ndarray]:
+    """Return the masks of the rows that have masks. Waits for the masks of grammars."""
+    found = ((row, each.known().mask) for row, each in rows.items())
+    return {row: mask for row, mask in found if mask is not None}
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
@@ -446,7 +459,6 @@ def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
 
 def _apply_masks(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> None:
     """Set the logits of tokens that masks exclude to -inf."""
-    masks = {row: each.mask for row, each in rows.items() if each.mask is not None}
-    if masks:
+    if masks := _masks_of(rows):
         found = np.array([*masks], np.int64), np.stack([*masks.values()])
         ops.mask_logits(logits, *all_to_device(map(torch.from_numpy, found), logits.device))

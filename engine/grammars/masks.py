@@ -17,8 +17,8 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
@@ -68,7 +68,8 @@ class Place:
 
     `token_ids`: the tokens since the beginning of the text. `masks` (int32 [n + 1, ceil(V / 32)]): the masks that the
     last call of `fill` or `fill_given` found. `error`: the reason why masks cannot be found, or None. After an error,
-    `masks` allow no token. `num_told`: the number of tokens that the child process for masks has received.
+    `masks` allow no token. `num_told`: the number of tokens that the child process for masks has received. `wait`:
+    waits for the call that finds `masks`; None if no call is in flight.
     """
 
     number: int
@@ -78,6 +79,13 @@ class Place:
     masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     error: str | None = None
     num_told: int = 0
+    wait: Callable[[], None] | None = None
+
+    def next_mask(self) -> np.ndarray:
+        """Return the mask of the next token. Waits for a call of `Grammars.begin`."""
+        if self.wait is not None:
+            self.wait()
+        return self.masks[0]
 
 
 class _Asked(NamedTuple):
@@ -158,6 +166,27 @@ class Grammars:
         """
         self._fill_or_fail([_Asked(place, len(place.token_ids), following) for place, following in asked])
 
+    def begin(self, places: Sequence[Place]) -> None:
+        """For each place, begin to find the mask of the token that comes after all tokens of the place.
+        `Place.next_mask` waits for the mask, and must be called for a place before the next call of this object.
+        """
+        asked = [_Asked(place, len(place.token_ids), ()) for place in places]
+        if len(asked) > self._most_rows:
+            self._fill_or_fail(asked)
+            return
+        with self._failing(asked):
+            finish = self._begin(asked, is_alone=False)
+
+            def wait() -> None:
+                for place in places:
+                    place.wait = None
+                with self._failing(asked):
+                    for each in finish()[0]:
+                        self._fill_alone(each)
+
+            for place in places:
+                place.wait = wait
+
     def fill_given(self, place: Place, first: int, end: int) -> None:
         """Find the masks with which tokens [first, end) of a place were drawn."""
         rows, found = self._most_rows, list[np.ndarray]()
@@ -184,8 +213,14 @@ class Grammars:
         """Find masks as `_fill` does. If the system cannot start a process, the samples of `asked` get an error, but
         the step goes on.
         """
-        try:
+        with self._failing(asked):
             self._fill(asked)
+
+    @contextmanager
+    def _failing(self, asked: list[_Asked]) -> Iterator[None]:
+        """If UnavailableError is raised, set the error of each place."""
+        try:
+            yield
         except UnavailableError as error:
             for each in asked:
                 self._fail(each, str(error))
@@ -210,12 +245,22 @@ class Grammars:
         or the child was replaced; and the error of the call, or None. `is_alone`: whether `asked` has a single entry;
         the call then includes the translated grammar, so that a new child can compile the grammar.
         """
-        left = list[_Asked]()
+        return self._begin(asked, is_alone)()
+
+    def _begin(self, asked: list[_Asked], is_alone: bool) -> Callable[[], tuple[list[_Asked], str | None]]:
+        """Send the call of `_compute`, and return a function that waits for its result."""
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
-        results, error = self._results(rows, _num_masks(asked), is_alone) if rows else ([], None)
-        if error is not None:
-            return asked, error
-        found = iter(results)
+        answer = self._begin_call(rows, _num_masks(asked), is_alone) if rows else lambda: ([], None)
+
+        def finish() -> tuple[list[_Asked], str | None]:
+            results, error = answer()
+            return (asked, error) if error is not None else (self._put(asked, results), None)
+
+        return finish
+
+    def _put(self, asked: list[_Asked], results: Sequence[Any]) -> list[_Asked]:
+        """Store the results of a call in the places. Return the entries of `asked` that the child did not know."""
+        left, found = list[_Asked](), iter(results)
         for each in asked:
             if each.place.error is not None:
                 self._fail(each, each.place.error)
@@ -228,15 +273,20 @@ class Grammars:
             else:
                 each.place.masks = np.frombuffer(masks, np.int32).reshape(accepted + 1, -1)
                 each.place.num_told = each.num_tokens
-        return left, None
+        return left
 
-    def _results(self, rows: list[tuple[Any, ...]], num_masks: int, is_alone: bool) -> tuple[Any, str | None]:
-        """Return the child's results for the rows, and the error of the whole call."""
+    def _begin_call(
+        self, rows: list[tuple[Any, ...]], num_masks: int, is_alone: bool
+    ) -> Callable[[], tuple[Any, str | None]]:
+        """Send a call, and return a function that waits for the child's results for the rows, and for the error of the
+        whole call.
+        """
         num_new = sum(len(new) // 4 for *_, new, _ in rows)
         seconds = STEP_SECONDS + ROW_SECONDS * num_masks + TOKEN_SECONDS * num_new + COMPILE_SECONDS * is_alone
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         of_silence = f"a mask needs more than {STEP_SECONDS:.0f} s or {MORE_BYTES >> 20} MiB, or crashes"
-        return _read(self._ask(1, _pack(ended, rows), seconds), of_silence)
+        reply = self._send(1, _pack(ended, rows), seconds)
+        return lambda: _read(reply(), of_silence)
 
     def _fail(self, asked: _Asked, fault: str) -> None:
         """Set the error of a place, and give the place masks that allow no token."""
@@ -254,7 +304,7 @@ class Grammars:
         number, (lark, fault) = next(self._numbers), self._translated(grammar)
         if fault is None:
             # A second call, because another grammar may end the child during the first one.
-            answers = (self._ask(0, _pack(number, lark), TRIAL.seconds) for _ in range(2))
+            answers = (self._send(0, _pack(number, lark), TRIAL.seconds)() for _ in range(2))
             fault = _read(next(filter(None, answers), b""), _exceeds(TRIAL))[1]
         known = Prepared(number, lark, fault)
         with self._lock:
@@ -289,25 +339,31 @@ class Grammars:
             raise GrammarError(f"the tokenizer cannot be loaded: {error}")
         return trial
 
-    def _ask(self, pipe: int, message: bytes, seconds: float) -> bytes:
-        """Send a call to the child that computes masks, and return its reply. Start the child process if it is not
-        running. If the reply is empty, end the child. Raise UnavailableError if no child can be started.
+    def _send(self, pipe: int, message: bytes, seconds: float) -> Callable[[], bytes]:
+        """Send a call to the child that computes masks, and return a function that waits for the reply. Start the child
+        process if it is not running. If the reply is empty, end the child. The function and the returned function raise
+        UnavailableError if no child can be started.
         """
         with self._starting:
             if self._child is None and not self._is_closed:
                 self._replace_child()
             child = self._child
         if child is None:
-            return b""
+            return lambda: b""
         is_ready = bool(child.greeting(LOAD.seconds, pipe=pipe))
-        reply = child.ask(message, seconds, pipe=pipe) if is_ready else b""
-        if not reply:
-            with self._starting:
-                child.end()
-                is_current = self._child is child
-                self._child = None if is_current else self._child
-            if is_current and not is_ready:
-                raise UnavailableError("the process that computes masks cannot load the tokenizer; try again")
+        receive = child.begin(message, seconds, pipe=pipe) if is_ready else lambda: b""
+
+        def reply() -> bytes:
+            found = receive()
+            if not found:
+                with self._starting:
+                    child.end()
+                    is_current = self._child is child
+                    self._child = None if is_current else self._child
+                if is_current and not is_ready:
+                    raise UnavailableError("the process that computes masks cannot load the tokenizer; try again")
+            return found
+
         return reply
 
     def _replace_child(self) -> None:

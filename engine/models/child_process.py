@@ -68,16 +68,23 @@ class ChildProcess:
         the reply is longer than `MAX_REPLY_BYTES`, or if the call was abandoned. After an empty reply, the caller must
         end the child.
         """
-        return self._hear(_HEAD.pack(len(message)) + message, seconds, is_abandoned, pipe)
+        return self._begin(_HEAD.pack(len(message)) + message, seconds, is_abandoned, pipe)()
+
+    def begin(self, message: bytes, seconds: float, pipe: int = 0) -> Callable[[], bytes]:
+        """Send a call, and return a function that waits for the reply and returns what `ask` returns. Call the returned
+        function before the next call over the pipe. Sending and waiting together take at most `seconds`.
+        """
+        return self._begin(_HEAD.pack(len(message)) + message, seconds, never, pipe)
 
     def greeting(self, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
         """Wait for the greeting of the child, and return it. If children send greetings, call this method before the
         first call over a pipe. The result is empty in the cases in which `ask` returns an empty reply.
         """
-        self._greetings[pipe] = self._greetings[pipe] or self._hear(b"", seconds, is_abandoned, pipe)
+        self._greetings[pipe] = self._greetings[pipe] or self._begin(b"", seconds, is_abandoned, pipe)()
         return self._greetings[pipe]
 
-    def _hear(self, sent: bytes, seconds: float, is_abandoned: IsAbandoned, pipe: int) -> bytes:
+    def _begin(self, sent: bytes, seconds: float, is_abandoned: IsAbandoned, pipe: int) -> Callable[[], bytes]:
+        """Send bytes, and return a function that waits for the reply."""
         deadline, channel = time.monotonic() + seconds, self._pipes[pipe]
 
         def wait(events: int) -> None:
@@ -90,12 +97,20 @@ class ChildProcess:
                 if is_ready:
                     return
 
+        def receive() -> bytes:
+            nonlocal deadline
+            deadline = time.monotonic() + left
+            with suppress(OSError, ValueError):
+                [size] = _HEAD.unpack(_receive(channel, _HEAD.size, wait))
+                return _receive(channel, size, wait) if size <= MAX_REPLY_BYTES else b""
+            return b""
+
         try:
             _send(channel, sent, wait)
-            [size] = _HEAD.unpack(_receive(channel, _HEAD.size, wait))
-            return _receive(channel, size, wait) if size <= MAX_REPLY_BYTES else b""
         except (OSError, ValueError):  # TimeoutError is an OSError; a closed pipe has no descriptor: ValueError
-            return b""
+            return lambda: b""
+        left = deadline - time.monotonic()
+        return receive
 
 
 def answer_calls(pipe: socket.socket, answer: Callable[[bytes], bytes]) -> None:

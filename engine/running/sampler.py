@@ -8,6 +8,7 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -268,10 +269,13 @@ class Sampler:
         wanted = make_wanted(own, device)
         if own.edits or own.targets:
             assert self._editing is not None
-            op, edits = self._editing.edited_tokens, packed_edits(own.edits, own.targets, len(own), head.shape[0])
+            op = self._editing.edited_tokens
+            pack = partial(packed_edits, own.edits, own.targets, len(own), head.shape[0])
+            waits = any(each.await_mask is not None for each in own.edits.values())
+            packed = None if waits else pack()  # masks of grammars arrive while the layers are computed
 
             def draw_edited(hidden: Tensor) -> _Part:
-                found, of_targets = op(hidden, head, wanted, edits, k, self.spec)
+                found, of_targets = op(hidden, head, wanted, packed or pack(), k, self.spec)
                 targets = _cut_targets(own.targets, of_targets) if own.targets else []
                 return _Part(places, found[:3], found.statistics, targets)
 

@@ -340,7 +340,8 @@ def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Taker
 def _next_edits(sample: OpenSample) -> RowEdits:
     """Return the edits of a sample's next token."""
     assert sample.editor is not None
-    return sample.editor.row(None if sample.place is None else sample.place.masks[0])
+    row = sample.editor.row()
+    return row if sample.place is None else RowEdits(row.content, row.penalties, row.mask, sample.place.next_mask)
 
 
 def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:

@@ -23,6 +23,7 @@ from trueroll.engine.models.tokenizer import load_tokenizer
 from trueroll.engine.models.trials import Limits
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import Distribution, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
+from trueroll.engine.running.model_runner import ModelRunner
 from trueroll.errors import InvalidRequestError, UnavailableError
 
 from ..drive import bits, drain, generate, make_engine, run, tokens
@@ -89,6 +90,32 @@ def test_a_spare_child_takes_over_if_it_lives(tiny_llama: Path) -> None:
     grammars.close()
 
 
+def test_masks_are_found_while_the_layers_are_computed(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, compute, in_flight = make_engine(tiny_llama), ModelRunner.run, list[bool]()
+
+    def look(self: ModelRunner, *arguments: Any) -> Any:
+        in_flight.append(all(place.wait is not None for place in engine.grammars._places))
+        return compute(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "run", look)
+    run(engine, [generate("json", PROMPT, **JSON)])
+    assert len(in_flight) > 2 and all(in_flight)
+
+
+def test_a_child_that_dies_between_a_call_and_its_reply_changes_no_mask(tiny_llama: Path) -> None:
+    grammars = Grammars(tiny_llama, 512, [2])
+    places = [grammars.open(Grammar(choice=("yes", "no")), [2], [], is_given=False) for _ in range(2)]
+    grammars.begin(places)
+    expected = [place.next_mask().tobytes() for place in places]
+    for _ in range(3):
+        grammars.begin(places)
+        assert all(place.wait is not None for place in places) and grammars._child is not None
+        os.kill(grammars._child.pid, signal.SIGKILL)
+        assert [place.next_mask().tobytes() for place in places] == expected
+        assert [place.error for place in places] == [None, None]
+    grammars.close()
+
+
 def test_only_child_processes_load_the_tokenizer(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a large vocabulary, llguidance holds Python's lock for seconds, and every other request would wait."""
     parent, load = os.getpid(), TokenText.__init__
@@ -130,16 +157,16 @@ def test_many_masks_take_several_calls(expected: Any, tiny_llama: Path, monkeypa
 
 def test_a_long_text_has_more_time(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise, the grammar would seem to be at fault, and would be refused for all users."""
-    seconds, ask = list[float](), child_process.ChildProcess.ask
+    seconds, begin = list[float](), child_process.ChildProcess.begin
 
-    def listen(self: Any, message: bytes, limit: float, *args: Any, **kwargs: Any) -> bytes:
+    def listen(self: Any, message: bytes, limit: float, *args: Any, **kwargs: Any) -> Any:
         seconds.append(limit)
-        return ask(self, message, limit, *args, **kwargs)
+        return begin(self, message, limit, *args, **kwargs)
 
     grammars = Grammars(tiny_llama, 512, [2])
     grammar, [letter] = Grammar(regex="a+"), load_tokenizer(tiny_llama / "tokenizer.json").encode("a").ids
     grammars.prepare(grammar)
-    monkeypatch.setattr(child_process.ChildProcess, "ask", listen)
+    monkeypatch.setattr(child_process.ChildProcess, "begin", listen)
     for count in (1, 50_001):
         grammars.open(grammar, [2], [letter] * count, is_given=False)
     grammars.close()
