@@ -84,7 +84,7 @@ class RowEdits:
     `content`: the bytes of `entries`, because bytes are faster to copy and to join than arrays. `penalties` (float32
     [3]): for repetition, presence and frequency. `mask` (int32 [ceil(V / 32)]): a bit for each token of the vocabulary,
     the lowest bit first; tokens with bit 0 get the logit -inf. `mask` is None if all tokens are allowed.
-    `await_mask`: waits for the mask of a grammar, which applies in addition to `mask`; None if there is none.
+    `await_mask`: waits for the mask of a grammar, which `know` joins with `mask`; None if there is none.
     """
 
     content: bytes
@@ -100,9 +100,12 @@ class RowEdits:
         """
         return np.frombuffer(self.content, ENTRY)
 
-    def known(self) -> RowEdits:
-        """Return these edits without `await_mask`. Waits for the mask of the grammar."""
-        return self if self.await_mask is None else _masked(self, self.await_mask())
+    def know(self) -> RowEdits:
+        """Wait for the mask of the grammar, join it with `mask`, and return these edits."""
+        if self.await_mask is not None:
+            found = self.await_mask()
+            self.mask, self.await_mask = found if self.mask is None else self.mask & found, None
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,7 +444,7 @@ def packed_edits(rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray]
 
 def _masks_of(rows: Mapping[int, RowEdits]) -> dict[int, np.ndarray]:
     """Return the masks of the rows that have masks. Waits for the masks of grammars."""
-    found = ((row, each.known().mask) for row, each in rows.items())
+    found = ((row, each.know().mask) for row, each in rows.items())
     return {row: mask for row, mask in found if mask is not None}
 
 

@@ -128,7 +128,7 @@ def _packed(value: Any) -> Any:
         content = {name: getattr(value, name) for name in Distribution.model_fields}  # a subclass may have more fields
         return msgpack.ExtType(_OBJECT, msgpack.packb(("Distribution", content), default=_packed))
     if isinstance(value, RowEdits):
-        value = value.known()
+        value = value.know()
     if type(value).__name__ in _CLASSES:
         content = {field.name: getattr(value, field.name) for field in fields(value)}
         return msgpack.ExtType(_OBJECT, msgpack.packb((type(value).__name__, content), default=_packed))
