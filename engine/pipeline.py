@@ -404,8 +404,8 @@ class Pipeline:
         takers = takers_of(chunks, lanes)
         copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
         step = plan_step(chunks, lanes, takers, copies, block_size)
+        computation = self._executor.compute(step)  # if this raises, the chunks stay planned
         self._scheduler.advance(chunks.cut(chunks.ends - chunks.num_drafted) if chunks.drafts else chunks)
-        computation = self._executor.compute(step)
         for place, _ in takers.prompts:
             self._prompts.close(chunks.sequences[place])
         return _QueuedStep(chunks, takers, computation, started, self._commit_of(chunks.sequences[0]))

@@ -225,15 +225,15 @@ class Editor:
         if self._table is not None:
             self._table.count(token)
 
-    def row(self, mask: np.ndarray | None = None) -> RowEdits:
+    def row(self, mask: np.ndarray | None = None, num_unseen: int = 0) -> RowEdits:
         """Return the edits of the next token. Later changes to the editor do not affect the returned edits. `mask`: the
         grammar's mask of the next token (`RowEdits.mask`), if the rules have a grammar.
         """
-        row = self._row()
+        row = self._row(num_unseen)
         return row if mask is None else _masked(row, mask)
 
-    def _row(self) -> RowEdits:
-        rules, is_short = self.rules, self._num_new < self.rules.min_tokens
+    def _row(self, num_unseen: int) -> RowEdits:
+        rules, is_short = self.rules, self._num_new + num_unseen < self.rules.min_tokens
         if self._table is None and not rules.bad:
             return rules.while_short if is_short else rules.afterwards
         completed = self._completed() if rules.bad else []

@@ -110,6 +110,7 @@ class Grammars:
         self._ended = deque[int]()  # any thread may garbage-collect a `Place`
         self._lock, self._preparing, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
         self._is_closed = False
+        self._unread: Callable[[], None] | None = None  # waits for the call of `begin` that is in flight
         self._load: LoadText | None = None
         self._trial: ChildProcess | None = None
         self._child: ChildProcess | None = None
@@ -168,7 +169,7 @@ class Grammars:
 
     def begin(self, places: Sequence[Place]) -> None:
         """For each place, begin to find the mask of the token that comes after all tokens of the place.
-        `Place.next_mask` waits for the mask, and must be called for a place before the next call of this object.
+        `Place.next_mask` waits for the mask. If no place asks for its mask, the next call of this object waits.
         """
         asked = [_Asked(place, len(place.token_ids), ()) for place in places]
         if len(asked) > self._most_rows:
@@ -178,12 +179,14 @@ class Grammars:
             finish = self._begin(asked, is_alone=False)
 
             def wait() -> None:
+                self._unread = None
                 for place in places:
                     place.wait = None
                 with self._failing(asked):
                     for each in finish()[0]:
                         self._fill_alone(each)
 
+            self._unread = wait
             for place in places:
                 place.wait = wait
 
@@ -249,6 +252,8 @@ class Grammars:
 
     def _begin(self, asked: list[_Asked], is_alone: bool) -> Callable[[], tuple[list[_Asked], str | None]]:
         """Send the call of `_compute`, and return a function that waits for its result."""
+        if self._unread is not None:
+            self._unread()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
         answer = self._begin_call(rows, _num_masks(asked), is_alone) if rows else lambda: ([], None)
 

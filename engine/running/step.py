@@ -317,17 +317,20 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
     edited, recorded = (positions < records["edits_end"]).nonzero()[0], records["has_targets"].nonzero()[0]
     found = ((i, takers.samples[owners[i]].target_ids) for i in recorded.tolist())
     targets = {i: ids for i, ids in found if ids is not None}
-    return Draws(rows, positions, takes, records, _edits(edited, owners, chunks, takers), targets)
+    return Draws(rows, positions, takes, records, _edits(edited, owners, chunks, lanes, takers), targets)
 
 
-def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Takers) -> dict[int, RowEdits]:
+def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, lanes: Lanes, takers: Takers) -> dict[int, RowEdits]:
     """Return the edits of the draws with the indices `edited`. `owners`: for each draw, the index of its sample."""
     if not chunks.drafts:
-        return {place: _next_edits(takers.samples[place]) for place in edited.tolist()}
-    edits, of_samples = dict[int, RowEdits](), dict[int, list[int]]()
+        num_unseen = np.zeros(len(takers.samples), np.int64)
+        num_unseen[: len(takers.decodes)] = lanes.has_unseen[takers.decodes.lanes]
+        of_samples = zip(edited.tolist(), num_unseen[edited].tolist(), strict=True)
+        return {place: _next_edits(takers.samples[place], count) for place, count in of_samples}
+    edits, by_owner = dict[int, RowEdits](), dict[int, list[int]]()
     for place, owner in zip(edited.tolist(), owners[edited].tolist(), strict=True):
-        of_samples.setdefault(owner, []).append(place)
-    for owner, places in of_samples.items():
+        by_owner.setdefault(owner, []).append(place)
+    for owner, places in by_owner.items():
         sample = takers.samples[owner]
         editor, masks = sample.editor, None if sample.place is None else sample.place.masks
         assert editor is not None
@@ -337,10 +340,10 @@ def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Taker
     return edits
 
 
-def _next_edits(sample: OpenSample) -> RowEdits:
-    """Return the edits of a sample's next token."""
+def _next_edits(sample: OpenSample, num_unseen: int) -> RowEdits:
+    """Return the edits of a sample's next token. `num_unseen`: the number of its tokens that are still being drawn."""
     assert sample.editor is not None
-    row = sample.editor.row()
+    row = sample.editor.row(num_unseen=num_unseen)
     return row if sample.place is None else RowEdits(row.content, row.penalties, row.mask, sample.place.next_mask)
 
 

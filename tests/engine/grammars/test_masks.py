@@ -116,6 +116,19 @@ def test_a_child_that_dies_between_a_call_and_its_reply_changes_no_mask(tiny_lla
     grammars.close()
 
 
+def test_an_unread_reply_is_read_before_the_next_call(tiny_llama: Path) -> None:
+    """A step that fails asks for no mask."""
+    grammars = Grammars(tiny_llama, 512, [2])
+    letters, digits = (grammars.open(Grammar(regex=text), [2], [], is_given=False) for text in ("a+", "1+"))
+    grammars.begin([letters])
+    grammars.begin([digits])
+    assert letters.wait is None and digits.wait is not None
+    assert not np.array_equal(letters.next_mask(), digits.next_mask())
+    grammars.fill([(digits, ()), (letters, ())])
+    assert letters.error is None and digits.error is None
+    grammars.close()
+
+
 def test_only_child_processes_load_the_tokenizer(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a large vocabulary, llguidance holds Python's lock for seconds, and every other request would wait."""
     parent, load = os.getpid(), TokenText.__init__

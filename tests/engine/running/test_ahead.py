@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,29 @@ def test_min_tokens_counts_unseen_tokens(tiny_llama: Path) -> None:
             make_engine(tiny_llama), [generate("r", tokens(20), max_tokens=8, min_tokens=least, stop_token_ids=[stop])]
         )
         assert stop not in found["r", 0].token_ids[:least]
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "biases": dict(logit_bias={7: 0.5}),
+    "bad words": dict(bad_words_token_ids=[[7]]),
+    "allowed tokens": dict(allowed_token_ids=range(500)),
+}
+
+
+@pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
+def test_min_tokens_counts_unseen_tokens_of_samples_with_other_edits(tiny_llama: Path, edits: dict[str, Any]) -> None:
+    """A request beside the others makes the engine see all tokens, which must not change the count."""
+    ends = set[int]()
+    free = run(engine_in_step(tiny_llama), [generate("r", tokens(20), max_tokens=8, **edits)])["r", 0]
+    for least in range(1, 8):
+        stop = int(free.token_ids[least])
+        asked = generate("r", tokens(20), max_tokens=8, min_tokens=least, stop_token_ids=[stop], **edits)
+        beside = generate("other", tokens(9), max_tokens=12, repetition_penalty=1.1)
+        expected = run(engine_in_step(tiny_llama), [asked])["r", 0]
+        assert bits(run(make_engine(tiny_llama), [asked])["r", 0]) == bits(expected)
+        assert bits(run(make_engine(tiny_llama), [asked, beside])["r", 0]) == bits(expected)
+        ends.add(len(expected.token_ids))
+    assert len(ends) > 3, "premise: samples end by the stop token right after `min_tokens`"
 
 
 def test_settle_returns_outputs_of_the_step_in_flight(tiny_llama: Path) -> None:
