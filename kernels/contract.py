@@ -375,8 +375,8 @@ class Edits:
     `entries` (uint8 [E, 16]): the edits of single logits, each an `ENTRY` of `kernels.edits`. Request i owns the
     entries [starts[i], starts[i + 1]), in ascending order of their tokens, each for another token. `penalties` (float32
     [M, 3]): as in `RowEdits`. `masked_rows` (int64 [N]), `masks` (int32 [N, ceil(V / MASK_BITS)]): as `rows` and
-    `masks` of `mask_logits`. `targets` (int64 [K]): tokens whose log-probs are computed. Request i owns the targets
-    [target_starts[i], target_starts[i + 1]). `starts`, `target_starts`: int64 [M + 1].
+    `masks` of `mask_logits`. `targets` (int64 [K]): the tokens for which log-probs are computed. Request i owns the
+    targets [target_starts[i], target_starts[i + 1]). `starts`, `target_starts`: int64 [M + 1].
     """
 
     starts: Tensor

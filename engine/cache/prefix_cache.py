@@ -415,8 +415,8 @@ class BlockTables:
         self.num_host_hits += len(restored)
 
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
-        """Return a table with the blocks that are needed to resume a prefix. For a block whose content is on the host,
-        the table has the place of the content. No references are added.
+        """Return a table with the blocks that are needed to resume a prefix. If the content of a block is on the
+        host, the table has the place of the content. No references are added.
         """
         num_tokens = len(hits) * self.block_size
         starts = [0 if window is None else self.first_needed(window, num_tokens) for window in self.windows]

@@ -30,7 +30,7 @@ HERMES: Any = SimpleNamespace(
     added_tokens={},
     decode=lambda token_ids, skip_special_tokens=True: "".join(map(chr, token_ids)),
 )
-"""A model whose tokens are characters."""
+"""A model with characters as tokens."""
 ARGUMENTS = '{"a": 1.0, "b": [1e16, -0.5, null, true], "": {"é\\n\\"": 123456789012345678901234567890}}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
