@@ -1,10 +1,12 @@
-"""Measure the speedup from drafts: `python examples/benchmarks/drafts_report.py [MODEL]`.
+"""Measure the speedup from drafts: `python examples/benchmarks/drafts_report.py [MODEL [DTYPE]]`.
 
 An engine with drafts (`speculative="ngram"`) and an engine without drafts take turns and generate the same samples.
 Every run with drafts must have the same tokens and log-prob bits as the run without drafts. The first table shows the
 speed of the engine with drafts as a multiple of the speed without drafts: the median and the range of several pairs of
 runs. "again" means that the same requests with the same seeds were served before, and that a commit since then changed
-the weights by about 1e-5.
+the weights by about 1e-5. DTYPE is the dtype of the weights, by default the dtype of the checkpoint. In bfloat16, even
+such a small change alters roundings in every layer, and samples soon differ from the earlier ones. In float32, most
+samples stay the same.
 
 The column "limit of again" shows the speed that drafts from the earlier samples could reach at best: drafted rows would
 take no time, and every token before the first difference from the earlier sample would be accepted. From the first
@@ -26,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import torch
@@ -35,7 +38,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from trueroll.engine.cache.prefix_cache import Chain
-from trueroll.engine.config import EngineConfig
+from trueroll.engine.config import Dtype, EngineConfig
 from trueroll.engine.drafting.repeats import RepeatsDrafter
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SampleOutput, SamplingParams
@@ -138,11 +141,12 @@ class Side:
 class Report:
     """Two engines that share one model, and the model's weights before and after a small training step."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, dtype: str) -> None:
         folder = resolve_model(model)
-        config = EngineConfig(model=str(folder), num_blocks=2048, max_num_seqs=LANES)
+        config = EngineConfig(model=str(folder), dtype=cast(Dtype, dtype), num_blocks=2048, max_num_seqs=LANES)
         loaded = load_model(config)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.dtype = loaded.dtype_name
         self.plain = Side(config, loaded)
         self._tokens_of_step = 1 + config.num_speculative_tokens
         self.drafts = Side(config.model_copy(update={"speculative": "ngram"}), loaded)
@@ -235,9 +239,10 @@ def sequence_of(prompt: list[int], sample: list[int]) -> Sequence:
 @torch.inference_mode()
 def main() -> None:
     console = Console(width=120)
-    report = Report(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+    defaults = ("smollm2", "auto")
+    report = Report(*sys.argv[1:], *defaults[len(sys.argv) - 1 :])
     columns = "samples", "speed", "slowest to fastest", "limit of again", "tokens per draft", "accepted"
-    table = Table(*columns, title="Drafts against none")
+    table = Table(*columns, title=f"Drafts against none, {report.dtype}")
     for work in WORKS:
         speeds, length, share, limit = report.measure(work)
         lowest, *_, highest = sorted(speeds)

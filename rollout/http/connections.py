@@ -297,8 +297,11 @@ class Connection(asyncio.BufferedProtocol):
             self._http.receive_data(data)
         except HttpError as error:
             return self.refuse(error, "malformed")
-        if not self._has_turn:
-            self._advance()
+        if self._has_turn:
+            return
+        if self._stage == "body":  # the rest of a body, of which many connections may have some at any time
+            return self._wait_for_turn()
+        self._advance()
 
     def eof_received(self) -> None:
         """If a client closes its sending side, treat the client as disconnected. asyncio then closes the connection."""

@@ -282,6 +282,41 @@ def test_a_request_after_another_is_bounded_like_the_first(plain: Server) -> Non
 
 def test_the_event_loop_has_its_turn_between_many_chunks(plain: Server) -> None:
     """The events of one TCP segment are handled a few at a time."""
+    with events_of_iterations(plain) as taken, plain.connect() as raw:
+        raw.send_head("POST", "/read", "Transfer-Encoding: chunked")
+        raw.send(b"1\r\nx\r\n" * 100 + b"0\r\n\r\n")
+        assert raw.answer()[2] == "100"
+    assert sum(taken) > 100 and max(taken) <= 2 * connections.EVENTS_PER_TURN
+
+
+def test_the_event_loop_has_its_turn_between_many_bodies(plain: Server) -> None:
+    """The rests of many bodies, which have all arrived, are handled a few at a time."""
+    begun, are_sent = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        begun.set()
+        are_sent.wait()
+
+    with events_of_iterations(plain) as taken, clients(plain, 40) as many:
+        for raw in many:
+            raw.send_head("POST", "/read", "Content-Length: 2")
+        plain.wait_for(lambda: plain.stages().get("body"), len(many))
+        plain.loop.call_soon_threadsafe(stand_still)
+        begun.wait()
+        taken.append(0)
+        before = len(taken)
+        for raw in many:
+            raw.send(b"xy")
+        are_sent.set()
+        assert [raw.answer()[2] for raw in many] == ["2"] * len(many)
+    assert sum(taken[before:]) >= 2 * len(many) and max(taken[before:]) <= connections.EVENTS_PER_TURN
+
+
+@contextmanager
+def events_of_iterations(server: Server) -> Iterator[list[int]]:
+    """Yield the numbers of HTTP events that the iterations of the event loop handle. In each iteration, only one queued
+    callback runs.
+    """
     taken: list[int] = []
     http = connections.h11.Connection
 
@@ -293,19 +328,17 @@ def test_the_event_loop_has_its_turn_between_many_chunks(plain: Server) -> None:
     def look() -> None:
         taken.append(0)
         if not is_over:
-            plain.loop.call_soon(look)
+            server.loop.call_soon(look)
 
     is_over = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections.h11, "Connection", Counting)
         patch.setattr(connections, "TURN_SECONDS", 0.0)
-        plain.ask(look)
-        with plain.connect() as raw:
-            raw.send_head("POST", "/read", "Transfer-Encoding: chunked")
-            raw.send(b"1\r\nx\r\n" * 100 + b"0\r\n\r\n")
-            assert raw.answer()[2] == "100"
-        is_over = True
-    assert sum(taken) > 100 and max(taken) <= 2 * connections.EVENTS_PER_TURN
+        server.ask(look)
+        try:
+            yield taken
+        finally:
+            is_over = True
 
 
 def test_connections_without_requests_are_closed_in_time() -> None:
