@@ -200,7 +200,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class _HashableFailFast(FailFast):
-    """A hashable `FailFast`, for a type in a union with None, because Python may hash the types of a union."""
+    """A hashable `FailFast`. Python hashes the types of a union, including the `FailFast` that annotates a type."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

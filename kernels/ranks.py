@@ -9,11 +9,12 @@ delta nets, neighbouring inner features of an MLP, and neighbouring experts. Nor
 embeddings are whole on every rank. The head is divided by sections of the vocabulary, and every rank folds the results
 of all sections. Every rank therefore has the same hidden states, routes and tokens.
 
-A rank's part consists of whole pieces (`pieces`). Where a layer projects back to the hidden size, each rank computes
-the subtree of its own pieces in float32. A product that quantizes activations first needs the largest magnitude of each
-row, which the ranks exchange (`dynamic.row_peaks`). The sums of the ranks are then added as the upper levels of the
-balanced binary tree. Every rank adds all rows, or, for large tensors, each rank adds a share of the rows
-(`Exchange.add`). Bits therefore do not depend on the number of ranks. `Exchange` only moves bytes.
+A rank's part consists of whole pieces (`pieces`). Where a layer projects back to the hidden size, the products of all
+pieces are added in float32 as a balanced binary tree. Each rank adds the products of its own pieces, which form a
+subtree. The sums of the ranks are then added as the upper levels of the tree. A product that quantizes activations
+first needs the largest magnitude of each row, which the ranks exchange (`dynamic.row_peaks`). Every rank adds all rows,
+or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits therefore do not depend on the number
+of ranks. `Exchange` only moves bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Replay a rollout's expert choices in the plain forward pass of transformers, for trainers without an aligned model.
+"""Replay a rollout's expert choices in a trainer that computes with the plain forward pass of transformers.
 
-Without an aligned model, a single different choice by a router affects a log-prob more than all rounding differences
-together. Replaying the rollout's choices (Ma et al. 2025) leaves only the rounding differences. For an aligned model,
-pass the choices to `training.token_log_probs` instead.
+Such a trainer rounds differently than the worker, and its routers may therefore choose other experts. A single
+different choice affects a log-prob more than all rounding differences together. Replaying the rollout's choices (Ma et
+al. 2025) leaves only the rounding differences. A trainer with an aligned model (`training.align`) passes the choices to
+`training.token_log_probs` instead.
 """
 
 from __future__ import annotations

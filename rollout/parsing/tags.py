@@ -20,11 +20,11 @@ class Tags:
 
     `head`: regular expression for the beginning of a call; its group 1 is the name. `parameter`: regular expression for
     the beginning of an argument; group 1 is the name, and group 2, if there is one, is the type. `close`: the text that
-    ends an argument. `last`: the text that ends a call; empty if the call ends where the region ends. `border`: regular
-    expression for the border between calls; if it matches inside a value, the end of the argument is missing.
-    `is_line`: whether each value is enclosed in two line breaks, which are not part of the value. If `is_line` is true,
-    an argument without an end ends before the line that begins another argument of the tool. `has_entities`: whether
-    names may contain character references of HTML.
+    ends an argument. `last`: the text that ends a call; empty if the format has no such text, and a call ends with the
+    text that holds the calls. `border`: regular expression for the border between calls; if it matches inside a value,
+    the end of the argument is missing. `is_line`: whether each value is enclosed in two line breaks, which are not part
+    of the value. If `is_line` is true, an argument without an end ends before the line that begins another argument of
+    the tool. `has_entities`: whether names may contain character references of HTML.
     """
 
     head: str

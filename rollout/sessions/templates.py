@@ -74,9 +74,10 @@ def check_template_arguments(arguments: Any) -> None:
 class Opening:
     """The tokens from the end of the previous drawn message, or from the start of the conversation, to a drawn message.
 
-    `span`: the rendering of the previous drawn message, with marks. `text`: the text from the end of `span` to the
-    drawn message. `token_ids`: the tokens of `text`, without the first tokens that the model has already drawn.
-    `dropped`: whether the last token of the previous drawn message is not part of this conversation.
+    `span`: the rendering of the previous drawn message, with marks in place of its content and its reasoning. `text`:
+    the text from the end of `span` to the drawn message. `token_ids`: the tokens of `text`, without the first tokens
+    that the model has already drawn. `dropped`: whether the last token of the previous drawn message is not part of
+    this conversation.
     """
 
     span: str
