@@ -7,10 +7,9 @@ cancelled as soon as the client disconnects.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,12 +24,12 @@ from .answers import encoded, encoded_in_parts
 from .bodies import taken_body
 from .elements import check_elements, rough_cost
 from .errors import Gone, HttpError, as_http_error, error_body
+from .long_strings import Steps, parsed_in_steps
 from .turns import Turns
 
 T = TypeVar("T")
 Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
-Steps: TypeAlias = Generator[None, None, dict[str, Any]]
 
 MAX_ELEMENTS = 2**12
 """Maximum cost of the elements of a body, for paths that accept only a few fields."""
@@ -79,7 +78,7 @@ class LongJson:
                 return _result(steps)
             return await while_present(request.receive, self._read_in_turn(steps))
 
-    async def _read_in_turn(self, steps: Steps) -> dict[str, Any]:
+    async def _read_in_turn(self, steps: Steps[dict[str, Any]]) -> dict[str, Any]:
         async with self._lock:
             try:
                 while True:
@@ -89,7 +88,7 @@ class LongJson:
                 return done.value
 
 
-def _result(steps: Steps) -> dict[str, Any]:
+def _result(steps: Steps[dict[str, Any]]) -> dict[str, Any]:
     """Run all steps of a parser without a pause, and return the result."""
     try:
         while True:
@@ -98,7 +97,7 @@ def _result(steps: Steps) -> dict[str, Any]:
         return done.value
 
 
-def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
+def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps[dict[str, Any]]:
     """Parse a request body, and return its JSON object.
 
     Yields between steps. The cost of the elements is checked before parsing, so that every step of the parser is short.
@@ -111,7 +110,7 @@ def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
         body.clear()  # so that memory holds only one copy of a long body
         yield
         has_surrogates = yield from _has_surrogates(text)
-        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
+        content = yield from parsed_in_steps(text, _refuse_constant, object_pairs_hook=_with_each_name_once)
         yield
         if has_surrogates:
             for number, string in enumerate(strings_in(content), 1):
@@ -128,7 +127,7 @@ def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
     return content
 
 
-def _has_surrogates(text: str) -> Generator[None, None, bool]:
+def _has_surrogates(text: str) -> Steps[bool]:
     r"""Return whether a JSON text contains the escape of a surrogate, such as \ud83d. Yields between steps."""
     for start in range(0, len(text), _STEP_CHARS):
         end = start + _STEP_CHARS + len(r"\u")  # so that an escape at the border of two steps is found
