@@ -199,7 +199,8 @@ class Admission:
         sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose)
         if images and self._tower is not None:
             sequence.media = SequenceMedia(images, self._tower, self._has_axes)
-        sequence.routes = Routes(self._info.route_bytes) if chain.has_records else None
+        if chain.has_records:
+            sequence.routes = Routes(self._ledger.open_routes, self._info.route_bytes)
         self._scheduler.waiting.add(sequence)
         return sequence
 

@@ -327,7 +327,9 @@ class Engine:
         """
         held = self._executor.memory() | {"records": self._ledger.records.num_bytes}
         routes = self._scheduler.routes
-        return held if routes is None else held | {"routed_experts": routes.num_bytes + self._ledger.route_bytes}
+        return (
+            held if routes is None else held | {"routed_experts": routes.num_bytes + self._ledger.open_routes.num_bytes}
+        )
 
     def invalidate_prefix_cache(self) -> None:
         """Prevent later requests from reusing KV computed before this call. Running requests keep their KV."""

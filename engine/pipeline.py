@@ -37,7 +37,7 @@ from .drafting.drafting import Drafting
 from .experts import ExpertRecorder
 from .grammars.masks import Grammars
 from .outputs.open_requests import Grown, OpenSample, OpenScore, RecordBudget
-from .outputs.routes import RouteFormat
+from .outputs.routes import OpenRoutes, RouteFormat
 from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output, SampleOutput, ScoreOutput
 from .running.executor import Computation, Executor
@@ -62,13 +62,14 @@ class Ledger:
 
     `open`: maps the id of each request to its unfinished samples, by index, or to its score. `routes`: the format of
     recorded experts, or None if the model has no experts. `generated_tokens`: tokens of finished samples. `finished`:
-    the number of finished samples for each finish reason. `grown`: the streamed samples with new tokens. `records`: the
-    bytes of the records of open samples and scores.
+    the number of finished samples for each finish reason. `open_routes`: the experts recorded for open requests.
+    `grown`: the streamed samples with new tokens. `records`: the bytes of the records of open samples and scores.
     """
 
     def __init__(self, routes: RouteFormat | None, max_record_bytes: int) -> None:
         self.routes = routes
         self.grown = Grown()
+        self.open_routes = OpenRoutes()
         self.records = RecordBudget(max_record_bytes)
         self.generated_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -190,13 +191,6 @@ class Ledger:
         self.records.release(score)
         num_fed = sequence.num_tokens if reason == "stop" else 0
         return score.output(reason, commit.version, self._routed_experts(sequence, num_fed))
-
-    @property
-    def route_bytes(self) -> int:
-        """The host memory, in bytes, of the routed experts recorded for open requests."""
-        records = [sequence.routes for sequence in set(self._sequences.values()) if sequence.routes is not None]
-        shared = {id(routes.shared): len(routes.shared) for routes in records}
-        return sum(shared.values()) + sum(len(routes.own) for routes in records)
 
     def _routed_experts(self, sequence: Sequence, num_fed: int) -> np.ndarray | None:
         """Return the routed experts of the first `num_fed` tokens.

@@ -815,9 +815,9 @@ def _listed(columns: Tensor) -> Tensor:
 
 
 def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | float | None]:
-    """Return the probabilities [m, V] of logits [m, V], and the slopes. Together with the temperature, the slopes are
-    the factors that convert gradients of the processed logits to gradients of the products of hidden states and the
-    head's weight. The slopes are None if every slope is 1. May overwrite the logits.
+    """Return the probabilities [m, V] of logits [m, V], and the slopes. A slope is the derivative of a processed logit,
+    before the division by the temperature, with respect to the product from which the head computed this logit: a
+    hidden state times a row of the head's weight. The slopes are None if every slope is 1. May overwrite the logits.
     """
     slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
     if ctx.processing is None:

@@ -162,7 +162,9 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _edges(folder: Path, size: Any) -> dict[str, Any]:
-    """Return the file's values of `shortest_edge` and `longest_edge`; None if the file does not set them."""
+    """Return `shortest_edge` and `longest_edge` from the setting `size` of a video processor. The values are None if
+    `size` is None.
+    """
     names = "shortest_edge", "longest_edge"
     if size is not None and not (isinstance(size, dict) and size.keys() >= {*names}):
         raise ModelError(

@@ -9,6 +9,7 @@ computed with the weights that drew the next token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 
@@ -42,15 +43,34 @@ class RouteFormat:
         return counts
 
 
+class OpenRoutes:
+    """The rows of all sequences that have rows. A sequence that waits for its first step has none, so the memory of the
+    rows is counted without a look at waiting sequences.
+    """
+
+    def __init__(self) -> None:
+        self._filled: WeakSet[Routes] = WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all rows, in bytes."""
+        shared = {id(routes.shared): len(routes.shared) for routes in self._filled}
+        return sum(shared.values()) + sum(len(routes.own) for routes in self._filled)
+
+    def note(self, routes: Routes) -> None:
+        """Count the rows of `routes` until the sequence is gone."""
+        self._filled.add(routes)
+
+
 class Routes:
-    """The rows of tokens [0, num_rows) of one sequence. Each row takes `row_bytes` bytes.
+    """The rows of tokens [0, num_rows) of one sequence. Each row takes `row_bytes` bytes. `open_routes` counts them.
 
     `fresh`: the first row computed with the weights of the sequence's current chain. Rows before `fresh` are never
     published.
     """
 
-    def __init__(self, row_bytes: int, shared: bytes = b"", fresh: int = 0) -> None:
-        self.row_bytes = row_bytes
+    def __init__(self, open_routes: OpenRoutes, row_bytes: int, shared: bytes = b"", fresh: int = 0) -> None:
+        self._open_routes, self.row_bytes = open_routes, row_bytes
         self.fresh = fresh
         self.shared = shared  # the first rows, shared by all samples of a request
         self.own = bytearray()
@@ -63,19 +83,24 @@ class Routes:
     def begin(self, rows: bytes) -> None:
         """Replace all rows with `rows`. The scheduler calls `begin` when the sequence starts to run."""
         self.shared, self.own, self.fresh = rows, bytearray(), 0
+        self._open_routes.note(self)
 
     def put(self, start: int, rows: memoryview) -> None:
         """Append rows, skipping the rows that are already recorded.
 
         `rows`: the rows of the tokens from `start` on. `start` must be at most `num_rows`.
         """
+        if not self.own:
+            self._open_routes.note(self)
         self.own += rows[(self.num_rows - start) * self.row_bytes :]
 
     def fork(self) -> Routes:
         """Return a record that shares the memory of the current rows. Rows appended later are not shared."""
         if self.own:
             self.shared, self.own = self.shared + self.own, bytearray()
-        return Routes(self.row_bytes, self.shared, self.fresh)
+        child = Routes(self._open_routes, self.row_bytes, self.shared, self.fresh)
+        self._open_routes.note(child)
+        return child
 
     def rows(self, start: int, end: int) -> bytes:
         """Return the rows of tokens [start, end). Each of the tokens must have a recorded row."""

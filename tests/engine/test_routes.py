@@ -210,6 +210,17 @@ def test_the_prompt_of_a_group_is_held_once(mixture: LoadedModel) -> None:
     assert max(held) == width * (40 + 4 * 28) and held[-1] == 0
 
 
+def test_waiting_requests_cost_the_memory_report_nothing(mixture: LoadedModel) -> None:
+    engine = engine_of(mixture, max_num_seqs=1)
+    for i in range(20):
+        engine.add(asked(f"r{i}", tokens(20, seed=i), max_tokens=4))
+    most = 0
+    while engine.has_unfinished:
+        engine.step()
+        most = max(most, len(engine._ledger.open_routes._filled))
+    assert most == 1
+
+
 def test_an_aborted_sample_has_the_experts_of_the_fed_tokens(mixture: LoadedModel) -> None:
     engine, prompt = engine_of(mixture), tokens(30)
     engine.add(asked("r", prompt, n=2, max_tokens=50))
