@@ -229,10 +229,10 @@ def align(
     or DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap the model only after
     `align`.
 
-    Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
-    pass with an unknown argument. A later release of transformers may add an argument that `align` does not know. Raise
-    ConfigError for a backend that cannot serve the model, and for `pieces` into which the model cannot be cut. When the
-    aligned model is called with an unsupported argument, the call raises AlignmentError.
+    Raise AlignmentError if the model is already aligned, if the ops cannot compute the model, or if the signature of
+    the model's `forward` has an argument that `align` does not know. A later release of transformers may add such an
+    argument. Raise ConfigError for a backend that cannot serve the model, and for `pieces` into which the model cannot
+    be cut. When the aligned model is called with an unsupported argument, the call raises AlignmentError.
     """
     spec, model = _check_model(model), unwrapped(model)
     if pieces is not None:

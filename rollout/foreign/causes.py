@@ -2,10 +2,11 @@
 
 An engine does not report its dtype, so the dtype is inferred from the size of the differences. Rounding to bfloat16,
 float16 or float32 changes log-probs by typical amounts. To find the typical amounts, the trainer computes the same
-checkpoint in all three dtypes. For each token, the engine's difference from the exact log-prob is divided by the
-trainer's difference from the exact log-prob. The division is necessary because rounding changes the log-probs of some
-tokens much more than the log-probs of other tokens. The geometric mean of the ratios of all tokens has a known spread:
-the logarithm of the ratio of two independent normal errors has the standard deviation pi/2.
+checkpoint in all three dtypes. The trainer's log-probs in float32 count as exact. For each token, and for bfloat16 and
+float16, the difference between the engine's log-prob and the exact log-prob is divided by the difference between the
+trainer's log-prob in this dtype and the exact log-prob. The division is necessary because rounding changes the
+log-probs of some tokens much more than the log-probs of other tokens. The geometric mean of the ratios of all tokens
+has a known spread: the logarithm of the ratio of two independent normal errors has the standard deviation pi/2.
 """
 
 from __future__ import annotations

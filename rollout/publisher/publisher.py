@@ -304,8 +304,9 @@ class WeightPublisher:
     - `reject_nonfinite`: refuse weights with NaN or infinity.
     - `on_lost`: what the publisher does if a worker does not answer, or is still loading its model, when a push begins.
       With `raise`, the push fails. `skip` pushes without the unavailable worker; later pushes include this worker once
-      it answers again. With `skip`, a push also continues without a worker that is lost during the push, except with
-      `collective`, and except if workers share the memory of pushed weights.
+      it answers again. If a worker is lost during a push, `skip` continues the push without this worker. In two cases,
+      the push fails instead: with `collective`, and if one worker maps the memory of another worker's weights, which
+      workers on one machine do with `shared`.
     - `server_public_key`, `client_key`: see `RolloutClient`. The client with the key `client_key` needs the role
       `control`.
     """
