@@ -66,7 +66,7 @@ class Arena(ABC):
 
     The memory is zero at first, and also after `restore` if its content was not kept. `num_held`: the bytes that the
     arena holds on its device now, including alignment. Host pages are counted even before they are touched.
-    `copy_note`: the reason why `take` copied host pages instead of moving the pages, which is faster; empty if no pages
+    `copy_note`: the reason why `take` copied host pages, although moving the pages would be faster; empty if no pages
     were copied.
     """
 
@@ -258,8 +258,8 @@ def _keep_from_children(memory: Tensor) -> None:
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
     """Move pages from source to destination. The source stays mapped, but loses its content.
 
-    If this system cannot move pages, change nothing and return False. Raise OSError on failure. After a failure, the
-    destination may be unmapped.
+    If this system cannot move pages, change nothing and return False. Raise OSError on any other failure. After such a
+    failure, the destination may be unmapped.
     """
     if _system().mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:
         return True

@@ -23,9 +23,10 @@ the KV of all L tokens. A group of window W must hold the KV of tokens [L - W + 
 at position L attends to tokens [L - W + 1, L].
 
 A full block is identified by a 128-bit hash of three things: the hash of the previous block, the token ids, and the
-extra identity of the block. The hash is keyed with a secret of this process that changes with every epoch. The extra
-identity consists of the request's adapter, its cache salt, and the spans of non-text content that overlap the block,
-with positions relative to the block. A later version of an adapter counts as a different adapter.
+extra identity of the block. The hash is keyed with a secret of this process. Every call of `invalidate` begins a new
+epoch with a new secret. The extra identity consists of the request's adapter, the request's cache salt, and the spans
+of non-text content that overlap the block, with positions relative to the block. A later version of an adapter counts
+as a different adapter.
 
 Guarantees:
 
@@ -239,9 +240,9 @@ class BlockTables:
     """Allocates blocks for the tables of sequences, from the pool of each group.
 
     The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
-    `host`: the content of evicted blocks. `num_host_hits`: how many blocks of tokens resumed sequences found on the
-    host; a block of tokens that several groups restore counts once. `copies`: for each group, the copies that the next
-    step must make first (see `host_tier`).
+    `host`: the content of evicted blocks. `num_host_hits`: the number of blocks that were found on the host when a
+    sequence resumed. If several groups restore blocks for the same tokens, these blocks count once. `copies`: for
+    each group, the copies that the next step must make first (see `host_tier`).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Images on several ranks: each rank has the whole tower, and encodes every image itself.
 
-The leader sends each image to the followers once, as 8-bit levels with their table. The leader also sends every call of
-its own encoder to the followers, which repeat the calls in the order of the steps. All ranks therefore hold the same
-rows when they compute a step.
+The leader sends each image to the followers once, as `levels` and `table` of `ImageInput`. The leader also sends every
+call of its own encoder to the followers, which repeat the calls in the order of the steps. All ranks therefore hold the
+same rows when they compute a step.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from .exchange import RankError
 c10d: Any = torch.distributed  # torch documents stores and groups, but does not export them
 MOST_SECONDS_TO_JOIN = 600.0
 ONE_SHOT_BYTES = 2**20
-"""Tensors with more bytes are added in two steps: each rank adds and finishes a share of the rows, then the ranks
-gather the finished rows.
+"""Tensors with more bytes are added in two steps: each rank adds a share of the rows and applies `finish` to the sums,
+then the ranks gather the results.
 """
 BUFFER_BYTES = 64 * 2**20
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_SOCKET_IFNAME": "lo"}
@@ -223,8 +223,8 @@ def _symmetric(rank: Rank, name: str) -> SymmetricExchange:
 
 
 def _failure(check: Callable[[], object], text: str) -> RankError:
-    """Return the error of a failed exchange. If `check` reports within two seconds that a rank has ended, raise that
-    error instead, because it names the cause.
+    """Return the error of a failed exchange. If `check` raises an error within two seconds, because a rank has ended,
+    the error of `check` is raised instead, because it names the cause.
     """
     for _ in range(20):
         check()

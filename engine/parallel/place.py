@@ -48,8 +48,8 @@ class RankPlace:
             self._connections.join(Path(folder), self._device)
 
     def totals(self, memory: Mapping[str, int]) -> dict[str, int]:
-        """Return the sums over all ranks of the bytes of caches. All ranks must make this call. `memory`: as
-        `Executor.memory` returns it.
+        """Return how many bytes all ranks together hold, by name, for every name in `memory` except `weights`. All
+        ranks must make this call. `memory`: as `Executor.memory` returns it.
         """
         sizes = {name: size for name, size in memory.items() if name != "weights"}
         sums = torch.stack([*self.everyone.gather(torch.tensor([*sizes.values()]))]).sum(0)

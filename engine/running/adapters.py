@@ -13,8 +13,8 @@ blocks.
 
 Guarantees:
 
-- A and B of all adapters, with the largest merged weights, fit into the budget. An adapter that would not fit is
-  refused, and nothing changes.
+- The budget has room for A and B of all adapters and, in addition, for the merged weights of any one adapter. An
+  adapter that would not fit is refused, and nothing changes.
 - The base weights never change while an adapter is loaded. `Engine` refuses calls that would change the base weights of
   a loaded adapter.
 """
@@ -46,8 +46,8 @@ class AdapterStaging:
     """The matrices A and B of an adapter that is being received. Implements `StagingArea`.
 
     `check`: called by `adapt` with the sizes of A and B; raises ValueError if A and B do not fit. `factors`: A and B,
-    by the name of the weight that A and B change; filled by `adapt` and `rows`. `base`: the base weights that the
-    adapter changes. `merged_bytes`: the size of the merged weights.
+    by the name of the weight that A and B change; filled by `adapt` and `rows`. `base`: the base weights of the store
+    when the staging began. `merged_bytes`: the size of the merged weights.
     """
 
     def __init__(self, store: WeightStore, check: Callable[[AdapterStaging], None]) -> None:
@@ -65,8 +65,8 @@ class AdapterStaging:
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
         """Allocate A and B. `weights`, `alone`: as for `WeightStaging.adapt`; `alone` must be set.
 
-        Raise ValueError if the base weights are incomplete, if no weight or a weight of the vision tower is adapted, or
-        if the adapter does not fit into the budget.
+        Raise ValueError if the base weights are incomplete, if `weights` is empty or has a weight of the vision tower,
+        or if the adapter does not fit into the budget.
         """
         if not alone or not self._store.is_whole or not weights:
             raise ValueError("staging: a named adapter must consist of A and B alone, and needs complete base weights")
@@ -191,7 +191,7 @@ class AdapterStore:
     def install(self, name: str, staging: AdapterStaging, version: int) -> Adapter:
         """Take over the staged adapter, and return it. Raise the errors of `check`, with nothing changed.
 
-        If an adapter with this name is loaded, its object is changed and returned.
+        If an adapter with this name is already loaded, the existing `Adapter` object is updated and returned.
         """
         self.check(name, staging)
         wait_for_stream(self._store.memory.device)  # A and B belong to the stream that filled them
@@ -249,7 +249,9 @@ class AdapterStore:
 
 
 def _own_names(store: WeightStore, factors: Mapping[str, Factors]) -> frozenset[str]:
-    """Return the weights that differ from the live weights, which may contain adapters without a name."""
+    """Return the names of the weights that merged weights do not share with the live weights: the weights that the
+    adapter changes, and the live weights into which adapters without a name are merged.
+    """
     return frozenset(factors) | frozenset(store.base.kept)
 
 

@@ -147,7 +147,7 @@ class Executor(Protocol):
 
     def draft(self, step: DraftStep) -> list[list[int]]:
         """Return drafted tokens for each sequence of `step`. The model must have an MTP module. No step may be in
-        flight. A rank of a stage without the MTP module only copies the blocks.
+        flight. A rank of a stage without the MTP module only makes the `block_copies` of `step`.
         """
         ...
 
@@ -368,7 +368,7 @@ def _score(sampler: Sampler, rows: ScoredRows, hidden: Tensor) -> Scoring:
 
 
 def _available_per_rank(available: int, on_host: int, links: Links) -> list[int]:
-    """Return the memory that is available to each rank, in bytes, on the rank's device and on the host.
+    """Return two sizes in bytes: the device memory and the host memory that are available to every rank.
 
     `available`: the memory that is available to all ranks of the device together. `on_host`: the host memory that is
     available to all ranks of the worker together.

@@ -1,12 +1,14 @@
 """The memory of the host tier, and the copies between blocks and slots (see `host_tier`).
 
-A slot holds the content of a block in all layers of a group, one layer after the other, so that one transfer per slot
-moves all layers. On CUDA, the memory is pinned, and all copies are queued on the current stream. Only the queued copies
-read and write slots, so no copy synchronizes the device.
+A group consists of the layers with the same attention window, or of all recurrent layers. A slot holds the content of
+a block in all layers of a group, one layer after the other, so that one transfer per slot moves all layers. On CUDA,
+the memory is pinned, and all copies are queued on the current stream. Only the queued copies read and write slots, so
+no copy synchronizes the device.
 
 Copies are made in rounds of many copies: in each round, all sources are read before the destinations are written. If a
 copy reads or writes an address that an earlier copy of the round wrote, the copy begins the next round. Temporary
-memory on the device is at most twice the size of a round, or one block if a block is larger.
+memory on the device is at most twice the size of a round. A round has at most MOST_BYTES_ON_CPU or MOST_BYTES_ON_GPU
+bytes, or is a single larger block.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from ...kernels.transfer import to_device
 from ..cache.memory import new_arena
 
 MOST_BYTES_ON_CPU, MOST_BYTES_ON_GPU = 2**23, 2**26
-"""The maximum size of the blocks that one round copies: a few MiB stay in a CPU's caches; a GPU needs few kernels."""
+"""The maximum size of the blocks that one round copies. On a CPU, a few MiB stay in the caches. On a GPU, larger rounds
+need fewer kernels.
+"""
 _HOST = torch.device("cpu")
 _UNITS = torch.int64, torch.int32, torch.int16, torch.uint8
 

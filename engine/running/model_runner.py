@@ -28,7 +28,7 @@ from .step import Draws, JournalRows, Step
 
 
 class LaneState:
-    """The last drawn tokens, on the device.
+    """The last drawn tokens, on the device. A lane is the index of a running sequence (see the module `sequence`).
 
     `last_tokens` (int64 [capacity + 1]) has the last drawn token of each lane. The tensor has one extra element, for
     draws without a lane.
@@ -47,12 +47,12 @@ class ModelRunner:
     """A loaded model with a paged KV cache and slots for recurrent states, all in `arena`.
 
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
-    `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
-    and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `links`: how
-    this rank reaches the other ranks; None if there is only one rank. `host_slots`: the number of slots in the host
-    tier for each window and, for a model with recurrent layers, for states; empty without a host tier. `memories`: the
-    memory of each layer. `host`: the slots of the host tier, and all copies of blocks. `encoder`: encodes images; None
-    for a model without a vision tower.
+    `num_slots`: the number of slots for recurrent states. `journal`: the size of the journal of recurrent layers
+    (`kernels.journal`), as a pair: the number of sequences, and the number of drafted tokens per sequence. `mtp`: the
+    runner of the model's MTP module, or None. `links`: how this rank reaches the other ranks; None if there is only one
+    rank. `host_slots`: the number of slots in the host tier for each window and, for a model with recurrent layers, for
+    states; empty without a host tier. `memories`: the memory of each layer. `host`: the slots of the host tier; `host`
+    makes all copies of blocks. `encoder`: encodes images; None for a model without a vision tower.
 
     A stage has the memory of its own layers only, but steps and `num_blocks` list the windows of all layers.
     """

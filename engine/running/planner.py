@@ -1,10 +1,12 @@
-"""The memory plan: divides memory among KV blocks, live states and checkpoints, after the weights and the encoded
-images have taken their part.
+"""The memory plan: divides memory among KV blocks, live states and checkpoints, after the weights, the encoded images
+and the named adapters have taken their part.
 
-A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
-is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
-some layers have no window, these layers form the first group. The configuration determines the number of blocks of the
-first group. From the first group's number of blocks, the planner derives the number of blocks of every other group.
+A worker makes the plan before it allocates the memory. Live states are the recurrent states of running sequences
+and of forks. Checkpoints are recurrent states at the ends of cached prefixes, from which sequences can resume. A model
+without recurrent layers has no states, and all memory is used for blocks. Layers with the same attention window form a
+group with its own blocks (`DecoderSpec.windows`). If some layers have no window, these layers form the first group. The
+configuration determines the number of blocks of the first group. From the first group's number of blocks, the planner
+derives the number of blocks of every other group.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from ..config import EngineConfig, defaults_of
 class Storage:
     """The element sizes of each kind of memory, in bytes.
 
-    `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's tail, and of hidden states.
+    `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's last inputs, which are stored
+    with a recurrent state, and of hidden states.
     `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `holds_values`,
     `cache_formats`: as `Backend.HOLDS_VALUES` and `Backend.CACHE_FORMATS`. Keys and values that the backend stores in
     one of its formats have the size of that format instead of `kv` and `kv_head`.
@@ -164,8 +167,8 @@ def _sizes_of_stage(spec: DecoderSpec, storage: Storage, block_size: int, most: 
 def kept_states(most: int, block_size: int) -> int:
     """Return the number of hidden states that each block keeps for the MTP module.
 
-    `most`: the maximum number of tokens drafted for a sequence in a step. After a step with `most` drafted tokens, any
-    of its `most` + 1 tokens may be the last accepted one.
+    `most`: the maximum number of tokens drafted for a sequence in a step. If a step has `most` drafted tokens of a
+    sequence, any of the sequence's `most` + 1 tokens in the step may be the last accepted token.
     """
     return min(most + 1, block_size)
 

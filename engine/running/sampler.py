@@ -1,8 +1,8 @@
 """Sampling: computes tokens and log-probs from hidden states. Each row has its own sampling parameters.
 
-Owns the order of edits, `temperature` and filters, and the distributions of `logprobs` and `top_logprobs`. The sampler
-has no state: a draw depends only on logits, sampling parameters, seed and position. Only `Drawing.wait` synchronizes
-the device.
+Owns the order in which the edits of logits, `temperature` and filters are applied, and the distributions under which
+`logprobs` and `top_logprobs` are computed. The sampler has no state: a draw depends only on logits, sampling
+parameters, seed and position. Only `Drawing.wait` synchronizes the device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _LOGITS_ROWS = 64
 
 # The indices of some draws, and float32 [draws, K] with the log-probs of the target tokens.
 _Targets = tuple[list[int], Tensor]
-# The indices of some draws; uint8 [draws, ceil(V / 8)] with a bit for each token that could be drawn, the lowest bit
-# first, or no bit for the whole vocabulary; and float32 [draws] with the logarithm of the probability of these tokens.
+# The indices of some draws; uint8 [draws, ceil(V / 8)], in which the bits of the tokens that could be drawn are 1, the
+# lowest bit first, or all bits are 0 if the whole vocabulary could be drawn; and float32 [draws] with the logarithm of
+# the total probability that these tokens have before filters.
 _Kept = tuple[list[int], Tensor, Tensor]
 
 WHOLE_VOCABULARY = np.int32(0).tobytes(), np.float32(0).tobytes(), b""
@@ -57,8 +58,8 @@ class Drawn(NamedTuple):
     `token_ids`: int64 [N]. `logprobs`: float32 [N]. `is_finite`: bool [N], false if the logit of the token is NaN or
     infinite. `records`: maps the index of each draw with statistics to the bytes of each column of `request.TOPS`.
     `targets`: maps the index of each draw with targets to the bytes of the targets' log-probs. `kept`: maps the indices
-    of draws to the bytes of each column of `request.KEPT`. If a draw that records kept sets is not in `kept`, the whole
-    vocabulary could be drawn.
+    of draws that record their kept set (the tokens that could be drawn) to the bytes of each column of `request.KEPT`.
+    If a draw that records its kept set is not in `kept`, the whole vocabulary could be drawn.
     """
 
     token_ids: np.ndarray
@@ -143,11 +144,12 @@ class Scoring:
 
 
 class Sampler:
-    """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size]. `spec`: how the head's
-    products become logits.
+    """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size]. `spec`: how the
+    products of hidden states and the head become logits.
 
     Rows that have neither filters nor edits nor targets are drawn by `next_tokens`, or by `next_token_statistics` if
-    the rows have `top_logprobs`. If the backend `FUSES_EDITS`, `edited_tokens` draws most rows with edits or targets.
+    the rows have `top_logprobs`. If the backend sets `FUSES_EDITS`, `edited_tokens` draws most rows with edits or
+    targets.
     `next_tokens`, `next_token_statistics` and `edited_tokens` do not store the logits. Other rows are drawn by several
     separate ops.
     """
@@ -224,8 +226,8 @@ class Sampler:
 
         The mass is the difference of a kept token's log-probs before and after the filters. All kept tokens give the
         same mass, except for rounding. If the filters kept the scored token, the mass is computed from the scored
-        token, so that the mass has the bits of a sample that drew this token. If the filters dropped the scored token,
-        the most probable token is used instead.
+        token, so that the mass has the same bits as the recorded mass of a sample that drew this token. If the filters
+        dropped the scored token, the most probable token is used instead.
         """
         kept = torch.where(logprobs.isneginf(), processed.argmax(-1), token_ids)
         log_mass = self.ops.log_probs(unfiltered, kept) - self.ops.log_probs(processed, kept)
@@ -251,7 +253,8 @@ class Sampler:
         records = draws.records
         is_stored = records["has_filters"] | records["has_targets"] | draws.is_edited
         if self._editing is not None:
-            # Logits before and after edits are needed if log-probs have another basis, and edited logits for kept sets.
+            # If the basis of the log-probs is not `processed`, the logits before and after edits are needed. To record
+            # a kept set, the edited logits are needed.
             keeps = (records["basis"] != BASES.index("processed")) | records["has_mask"]
             is_stored = records["has_filters"] | (draws.is_edited & keeps)
         has_statistics = ~is_stored & (records["num_tops"] >= 0)
@@ -291,7 +294,7 @@ class Sampler:
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, places: np.ndarray, k: int) -> _Part:
         """Draw the tokens of the draws with the indices `places` as `next_tokens` does, but with edits and filters.
-        Also compute the log-probs of targets, which tokens could be drawn, and, if k >= 0, statistics.
+        Also compute the log-probs of targets, the kept sets (see `Drawn`), and, if k >= 0, statistics.
         """
         draws = draws.take(places)
         wanted = make_wanted(draws, hidden.device)
@@ -326,8 +329,8 @@ class Sampler:
         self, unfiltered: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None, draws: Draws
     ) -> list[_Kept]:
         """For the draws that record kept sets, return which tokens could be drawn. `unfiltered`: the logits before
-        filters. `logprobs`: the log-probs of the drawn tokens, float32 [M], or None if the log-probs have another
-        basis.
+        filters. `logprobs`: the log-probs of the drawn tokens under `processed`, float32 [M], or None if they are not
+        computed yet.
         """
         places = np.flatnonzero(draws.records["has_mask"])
         if not len(places):
@@ -343,8 +346,9 @@ class Sampler:
     def _recorded(
         self, bits: Tensor, sums: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None
     ) -> list[_Kept]:
-        """Return which tokens could be drawn, if `filter_recorded` recorded `bits` and `sums` of all draws. Filters do
-        not change the logit of a token that they keep. `logprobs`: as in `_kept`.
+        """Return which tokens could be drawn, from the `bits` and `sums` that `filter_recorded` recorded for all draws.
+        The logits before filters are not needed, because filters do not change the logit of a token that they keep.
+        `logprobs`: as in `_kept`.
         """
         assert self._editing is not None
         if logprobs is None:
@@ -484,7 +488,9 @@ def _taken(draws: Draws, places: np.ndarray) -> Draws:
 
 
 def _cut_targets(targets: Mapping[int, np.ndarray], log_probs: Tensor) -> list[_Targets]:
-    """Divide the log-probs of all targets (float32 [K]) by draws. `targets`: for each draw, its targets."""
+    """Split the log-probs of all targets (float32 [K]) into those of each draw. `targets`: for each draw, its
+    targets.
+    """
     places = sorted(targets)
     lengths = [len(targets[place]) for place in places]
     if len({*lengths}) == 1:

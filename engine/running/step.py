@@ -58,7 +58,7 @@ class Draws:
 
     @property
     def are_plain(self) -> bool:
-        """Whether all draws are plain."""
+        """Whether all draws are plain: no draw has edits, and no record is `is_special`."""
         return not self.edits and not self.records["is_special"].any()
 
     def take(self, places: np.ndarray) -> Draws:
@@ -112,7 +112,8 @@ class ScoredRows:
 
 @dataclass(frozen=True, eq=False)
 class JournalRows:
-    """The rows that recurrent layers compute in a step with drafted rows, or with accepted rows to repeat.
+    """The rows that recurrent layers compute in a step that has drafted rows, or that repeats the accepted drafted rows
+    of an earlier step (see `kernels.journal`).
 
     The repeated rows of each sequence come before the sequence's own rows. `query_starts` [N + 1]: as in `StateBatch`,
     including the repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`,

@@ -47,7 +47,9 @@ class WeightArena(Protocol):
 
 
 Place: TypeAlias = Callable[[Sequence[Build], torch.dtype, torch.device], "WeightMemory"]
-"""Returns the memory for weights of this dtype on this device. The builds create the models of all ranks."""
+"""A function that returns the memory for weights. Its arguments are the builds that create the models of all ranks,
+the dtype of the weights, and the device of the weights.
+"""
 
 
 class WeightSet(NamedTuple):
@@ -104,7 +106,7 @@ class LocalWeights:
         return WeightSet(model, tensors, tensors)
 
     def overlay_bytes(self, names: Collection[str]) -> int:
-        """Return the size, in bytes, of an overlay that holds the weights `names`."""
+        """Return the size, in bytes, of an overlay (see `new_overlay`) that holds the weights `names`."""
         meta = partial(torch.empty, dtype=self._dtype, device="meta")
         return bytes_needed(lambda empty: self._build(meta, of_name=dict.fromkeys(names, empty)), self._dtype)
 

@@ -48,9 +48,7 @@ class AdapterBase:
 
 
 class Factors(NamedTuple):
-    """An adapter that is being received: A [R, K] and B [N, R] for a weight [N, K], and the scale of the product of B
-    and A.
-    """
+    """What an adapter adds to a weight [N, K]: A [R, K], B [N, R], and the scale of the product of B and A."""
 
     a: Tensor
     b: Tensor
@@ -87,7 +85,7 @@ class OptionalWeights:
     def names(self) -> frozenset[str]:
         """The weights that the next commit may lack. A commit must replace either all optional weights or none.
 
-        The result is empty if an in-place staging was dropped after it had written to some of the weights.
+        The result is empty from the first write of an in-place staging to one of these weights until the next commit.
         """
         return self._names if self._is_whole else frozenset()
 
@@ -321,7 +319,7 @@ class WeightStore:
 
     def sleep(self, level: int) -> None:
         """Release the device memory. `level`: 1 keeps all weights in host memory, 2 keeps only the optional weights."""
-        if self.arena.num_held:  # awake, or kept in place
+        if self.arena.num_held:  # the content exists: the weights are awake, or asleep with their content kept in place
             self.optional_weights.keep(self.tensors)
         self.arena.drop(keep=level == 1)
         self.spare.drop()
@@ -416,7 +414,7 @@ class WeightStaging:
 
     `arena`, `tensors`: the memory to which rows are written, allocated by the first call to `rows`. `elements`: new
     values of single elements, which the commit writes. `base`: the base weights to which the adapters are added; None
-    before `adapt`. `is_alone`: see `adapt`.
+    before `adapt` or `keep_base`. `is_alone`: see `adapt`.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -481,7 +479,8 @@ class WeightStaging:
     def merge(self, name: str) -> bool:
         """Stage a parameter with its adapter merged. Return False if a merged value is not finite.
 
-        If a parameter has neither an adapter nor staged rows, its base value in the live weights is staged.
+        If a parameter has neither an adapter nor staged rows, its value without the adapters of earlier pushes is
+        staged.
         """
         assert self.base is not None, "adapt was called"
         store, factors, is_staged = self._store, self._factors.get(name), name in self._staged_rows

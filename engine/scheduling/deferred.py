@@ -1,10 +1,10 @@
 """Tokens that samples have drawn but not received yet.
 
-Most tokens change only the lists of their sample and the edits of the sample's next logits. Such a token does not end
-the sample, and is not streamed, decoded or recorded. With thousands of samples, visiting each sample in every step
-takes longer than all other work of the host. `Deferred` therefore stores the drawn tokens in arrays, and a sample
-receives several tokens at once. `Lanes` delivers the stored tokens before anything reads the tokens of the sample or of
-its sequence.
+Most drawn tokens only extend the lists of tokens and log-probs of their sample and sequence, and change the edits of
+the sample's next logits. Such a token does not end the sample, and is not streamed, decoded or recorded. With thousands
+of samples, visiting each sample in every step takes longer than all other work of the host. `Deferred` therefore stores
+the drawn tokens in arrays, and a sample receives several tokens at once. `Lanes` delivers the stored tokens before
+anything reads the tokens of the sample or of its sequence.
 
 Owns the stored tokens. Does not know samples and sequences.
 """
@@ -37,8 +37,8 @@ class Deferred:
         self._all_ending: np.ndarray | None = None  # the keys of `_num_lanes`, until they change
 
     def open(self, lane: int, ending: frozenset[int]) -> None:
-        """Allow tokens of a lane to be stored, except the tokens `ending`. Change nothing if the lane is open, or if
-        `ending` has many tokens.
+        """Allow tokens of a lane to be stored. `ending`: the tokens that may end the lane's sample, which are not
+        stored. Change nothing if the lane is open, or if `ending` has more than `_MOST_ENDING` tokens.
         """
         if self.is_open[lane] or len(ending) > _MOST_ENDING:
             return

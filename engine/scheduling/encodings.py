@@ -1,6 +1,7 @@
-"""Decides which images are encoded and evicted, within a budget in bytes. `running.encoder` owns the rows.
+"""Decides which images are encoded and evicted, within a budget in bytes.
 
-An image is encoded once. The rows of an encoded image serve all sequences with this image until the rows are evicted.
+Encoding an image makes rows, which replace the embeddings of the image's tokens. `running.encoder` owns the rows. An
+image is encoded once. The rows of an encoded image serve all sequences with this image until the rows are evicted.
 The least recently needed rows are evicted first. Rows that an older sequence needs now are never evicted for a newer
 sequence, so the oldest sequence always gets its next image.
 """

@@ -4,10 +4,10 @@ A slot holds the state that all recurrent layers have after a given token of a s
 `slot` of its own. A step reads the sequence's state from slot `source` and writes the new state to slot `target`:
 
 - `source` is the slot that the previous step wrote, normally the sequence's own slot. If the sequence resumes from a
-  checkpoint, `source` is at first the slot of the checkpoint. If the sequence is a fork, `source` is at first the slot
-  of its parent. The slot of a checkpoint or of a parent is only read. If the sequence starts without a state, `source`
-  is `NO_SLOT` at first. If the sequence resumes from a checkpoint on the host, the checkpoint is copied to the
-  sequence's own slot.
+  checkpoint on the device, `source` is at first the slot of the checkpoint. If the sequence is a fork, `source` is at
+  first the slot of its parent. The slot of a checkpoint or of a parent is only read. If the sequence starts without a
+  state, `source` is `NO_SLOT` at first. If the sequence resumes from a checkpoint on the host, the checkpoint is copied
+  to the sequence's own slot.
 - `target` is the sequence's own slot, or a slot reserved for a checkpoint.
 
 A sequence holds a reference to each of its slots, and a step in flight holds a reference to the checkpoint that it

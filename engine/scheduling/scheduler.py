@@ -43,7 +43,7 @@ from .sequence import Chunks, Generation, Lanes, Sequence
 
 _Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
 _MOST_GONE = 1024
-"""How many more keys than twice the number of ready sequences the heap of `Waiting` holds."""
+"""The heap of `Waiting` holds up to twice as many keys as there are ready sequences, plus this number."""
 
 
 class SharedPrompts:
@@ -403,7 +403,8 @@ class Starter:
             self._stats.prefix_hits += sequence.num_computed
 
 
-# Limits the lookups of a step: a lookup hashes the prompt of a sequence and searches the cache block by block.
+# The maximum number of lookups in a step that end with a sequence being set aside. The number is limited, because a
+# lookup hashes the prompt of a sequence and searches the cache block by block.
 _MOST_LOOKUPS_IN_VAIN = 32
 
 
@@ -581,7 +582,7 @@ class Scheduler:
         ]
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless the running sequences account for every block and no waiting sequence holds a
+        """Raise RuntimeError if a waiting sequence holds a block, or if the running sequences do not account for every
         block.
         """
         if any(sequence.table for sequence in self.waiting):
