@@ -2,7 +2,8 @@
 
 Owns: the registration of the listener with the event loop, and a spare file descriptor. Guarantees that pending
 connections never starve the event loop, however many arrive. If no file descriptor is free, the acceptor closes an old
-connection to make room for a new connection.
+connection to make room for a new connection. If no old connection may be closed, the acceptor gives up the spare file
+descriptor, accepts the new connection and closes it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Acceptor:
             self._connections.open(accepted, address[:2])
 
     def _make_room(self, error: OSError) -> None:
-        """Close an old connection. If no old connection may be closed, close the pending connection.
+        """Close an old connection. If no old connection may be closed, close the pending connection. Do nothing if a
+        connection was closed, but has not freed its descriptor yet.
 
         If a connection is still pending when this function returns, the event loop calls `_accept` again.
         """

@@ -2,7 +2,7 @@
 
 The front end never opens the folder of the adapter. The worker reads the folder of the adapter if the worker's settings
 for pushes allow this. The front end keeps no list of adapters, because pushes and other front ends also load and unload
-adapters. Instead, `Watch` asks the worker for its adapters.
+adapters. Instead, `Watch` asks the worker which adapters are loaded.
 """
 
 from __future__ import annotations

@@ -256,10 +256,11 @@ def make_app(
     if config.vllm:
         entries = vllm_routes(Phases(lifecycle, staging, adapters))
         own = [ExactRoute(path, handler, methods=methods) for path, handler, methods in entries]
-        routes = own + routes  # so that `/update_weights` accepts an update in phases, too
+        routes = own + routes  # the first match wins: vLLM's `/update_weights` accepts updates in phases, too
     if promises is not None:
         counters.include(promises.collect)
-        most = min(config.max_open_requests, most_connections(config) // 2)  # each request needs one connection to poll
+        # A client polls for each of its requests on a separate connection.
+        most = min(config.max_open_requests, most_connections(config) // 2)
         tinker = TinkerEndpoints(served, samples, clients, long_bodies, lifecycle, promises, most)
         routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in tinker_routes(tinker)]
     handlers = {

@@ -41,8 +41,9 @@ class Bodies:
         """Read the whole body of a request, and store the body until `taken_body` takes it.
 
         `may_be_long`: whether the maximum length is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError with
-        status 413 for a body that is too long, 408 for a body that does not arrive in time, and 503 for an evicted
-        body. Raise Gone if the client disconnects.
+        status 413 for a body that is too long, and 408 for a body that does not arrive in time. Raise HttpError with
+        status 503 for a body that was evicted, because the unparsed bodies exceeded their budget. Raise Gone if the
+        client disconnects.
         """
         most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:

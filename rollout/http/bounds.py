@@ -10,8 +10,8 @@ from .config import HttpConfig
 from .errors import HttpError
 
 READ_BYTES = 2**15
-"""Maximum number of bytes that are read from a connection at a time, and that are buffered while a request is
-unanswered.
+"""Maximum number of bytes that are read from a connection at a time. If a request's body has at least this number of
+bytes that the application has not received yet, the connection stops reading.
 """
 CHUNK_OVERHEAD_BYTES = 16
 """Allowed average length of a chunk's size line, in bytes."""

@@ -39,7 +39,7 @@ class ChatFields(TextFields, ConversationFields):
 @dataclass
 class ChatForm:
     """Writes chat completions. `new_parser`: returns the parser of a choice. `told_prompt`: the fields with which the
-    answer reports the log-probs of the prompt. `node`: the answer's node in its session; None without a session.
+    answer reports the log-probs of the prompt. `node`: the id of the answer in its session; None without a session.
     """
 
     id: str

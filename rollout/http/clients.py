@@ -62,7 +62,9 @@ class Clients:
         return bool(self._by_digest)
 
     def find(self, authorization: str) -> Client | None:
-        """Return the client that owns the key in this `Authorization` header; None if the header has no known key."""
+        """Return the client that owns the key in this `Authorization` header. Return None if a key is needed and the
+        header has no known key. If no key is needed, return `OWNER`.
+        """
         if not self._by_digest:
             return OWNER
         scheme, _, key = authorization.partition(" ")
@@ -76,8 +78,9 @@ class Clients:
     def salted(self, client: Client, params: SamplingParams) -> SamplingParams:
         """Return `params` with the cache salt for a request of `client`.
 
-        By default, a request gets a salt that only requests of the same user have, so cached prefixes are not shared
-        between users. Requests with the same `cache_salt` share prefixes, even across users.
+        A request without `cache_salt` gets a salt that only requests of the same user have, so cached prefixes are not
+        shared between users. Requests with the same `cache_salt` share prefixes, even across users. If the client has
+        no user, `params` is returned unchanged.
         """
         if client.user is None:
             return params

@@ -116,8 +116,9 @@ class Connections:
         If there are too many connections, close an old connection. If no old connection may be closed, close the new
         connection.
         """
-        # A connection that was refused to make room stays open while its client reads the answer. Therefore, the number
-        # of connections may exceed the limit by more than one.
+        # To make room, `make_room` may refuse the request of an old connection. The old connection then stays open
+        # while its client reads the refusal. Therefore, the number of connections may exceed the limit by more than
+        # one.
         num_over = len(self) - self._num_extra - self.most + 1
         is_extra = not all(self.make_room(is_extra=False) for _ in range(num_over))
         if is_extra and self._num_extra >= HEALTH_RESERVE and not self.make_room(is_extra=True):
@@ -299,7 +300,7 @@ class Connection(asyncio.BufferedProtocol):
             return self.refuse(error, "malformed")
         if self._has_turn:
             return
-        if self._stage == "body":  # the rest of a body, of which many connections may have some at any time
+        if self._stage == "body":  # many connections may receive parts of bodies at the same time, so they take turns
             return self._wait_for_turn()
         self._advance()
 

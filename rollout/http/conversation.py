@@ -1,7 +1,7 @@
 """Conversations: render the messages with the model's chat template, and insert the images into the prompt.
 
 For each message part of type `image_url`, the chat template gets `{"type": "image"}` and writes one placeholder. Each
-placeholder is then repeated, once for each token of its image.
+placeholder is then replaced by as many placeholders as its image has tokens.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ STATUSES: dict[type[TruerollError], int] = {
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _OF_PROMPT = ("prompts[", "sequences[", "media[")
-"""Prefixes of `TruerollError.field` in the client's errors about a prompt."""
+"""Prefixes of `TruerollError.field` in the errors about a prompt that `AsyncRolloutClient` raises."""
 
 
 class Gone(Exception):

@@ -67,8 +67,8 @@ class _Body:
 
     @property
     def has_news(self) -> bool:
-        """Return whether the application has not yet received all content that has arrived, or the message that
-        completes the body.
+        """Return whether there is something that the application has not received yet: content that has arrived, or
+        the message that completes the body.
         """
         return bool(self.content) or (self.is_whole and not self.was_told_whole)
 

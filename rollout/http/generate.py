@@ -16,7 +16,9 @@ from .pieces import Piece, Task, Usage, ending
 from .records import check_records, prompt_records, record_bytes, told_records
 
 _OFF = {name: neutral for name, neutral in OFF.items() if name != "include_stop_str_in_output"}
-"""Fields that must be off. The tokens of a stop string are never removed from the token ids of a sample."""
+"""Fields that must be off. `include_stop_str_in_output` need not be off, because it has no effect: the tokens of a stop
+string are never removed from the token ids of a sample.
+"""
 
 
 class GenerateFields(GenerationFields):

@@ -1,5 +1,6 @@
 """The guard in front of the application. The guard counts requests, and limits the number of open requests. For each
-request, the guard checks the origin, and either the client's key and role or the session's capability.
+request, the guard checks the origin. The guard also checks the client's key and role or, on a path of a session, the
+session's capability: a secret in the path that gives access to the session.
 
 A front end without a key listens only on loopback, but any web page in a local browser can send requests to loopback.
 Browsers send the origin of the page in `Origin` and the name of the server in `Host`. The guard checks `Origin` and
@@ -160,7 +161,8 @@ class Guard:
 
     def _check_origin(self, request: Request, path: str) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        # A browser sends no `Origin` with a GET for an image, and SGLang's /flush_cache is a GET.
+        # A web page can name a URL as an image, and a browser sends no `Origin` with the GET for an image. Therefore,
+        # `Sec-Fetch-Site` is checked, too: SGLang's /flush_cache, for example, is a GET.
         is_foreign = path not in OPEN_PATHS and request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
         if is_foreign or (origin is not None and origin.partition("://")[2] != host):
             raise HttpError(
@@ -171,7 +173,9 @@ class Guard:
 
 
 def _authorization(request: Request, path: str) -> str:
-    """Return the `Authorization` header of a request. The package `tinker` sends its key in `X-API-Key`."""
+    """Return the `Authorization` header of a request. The package `tinker` sends its key in `X-API-Key`. On
+    paths of the Tinker API, return this key in the form of an `Authorization` header.
+    """
     if path.startswith(f"{TINKER}/") and (key := request.headers.get("X-API-Key")) is not None:
         return f"Bearer {key}"
     return request.headers.get("Authorization", "")

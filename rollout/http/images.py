@@ -212,7 +212,7 @@ class Images:
             return [await self._in_thread(partial(self._opened, processor, each, salt or "")) for each in urls]
 
     async def expand(self, token_ids: list[int], images: list[ImageInput]) -> Prompt:
-        """Return the prompt in which each placeholder is repeated, once for each token of its image.
+        """Return the prompt in which each placeholder is replaced by as many placeholders as its image has tokens.
 
         Raise InvalidRequestError if the images do not fit the model.
         """

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..publisher.publisher import WeightPublisher
 
 PATIENCE_SECONDS = 0.025
-"""Maximum time, in seconds, for which `/health` waits for the worker while a recent report is available."""
+"""Maximum time, in seconds, for which `/health` waits for the worker if the worker's last health report is recent."""
 PUSH_SECONDS = 60.0
 _IN_FLIGHT: dict[str, SleepInFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)

@@ -38,7 +38,9 @@ def parsed_in_steps(text: str, refuse: Refuse, **hooks: Any) -> Steps[Any]:
     strings.reverse()
 
     def stood_for(name: str) -> str:
-        """Return the next long string. A constant of the text itself leaves too few strings for the stand-ins."""
+        """Return the next long string. If the text itself contains the constant `NaN`, this constant also takes a
+        string. No string is then left for the last stand-in, and `refuse` raises ValueError.
+        """
         return strings.pop() if name == _STAND_IN and strings else refuse(name)
 
     try:
@@ -65,8 +67,8 @@ def _without_long_strings(text: str) -> Steps[tuple[str, list[str]]]:
 
 
 def _long_string(text: str, start: int) -> Steps[tuple[str, int]]:
-    """Return the value of the string whose first character is at `start`, and the position after its closing quotation
-    mark. Raise ValueError if the string is not valid.
+    """Return the value of a string, and the position after its closing quotation mark. `start`: the position of the
+    string's first character. Raise ValueError if the string is not valid.
     """
     pieces = list[str]()
     while True:

@@ -1,4 +1,6 @@
-"""The paths of requests in metrics and logs. Capabilities, which are secret, are removed from the paths."""
+"""The paths of requests in metrics and logs. The path of a session contains the session's capability, a secret that
+gives access to the session. Capabilities are removed from the paths.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 pieces.
 
 An endpoint describes the request with a `Task`, and the format of the answer with a `Form`. The source of samples is
-the worker, or a call of a session.
+the worker or, for an agent's request to a session, the session.
 """
 
 from __future__ import annotations
@@ -355,8 +355,8 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
 
     `stop_reason`: the stop string or stop token that ended the choice; None for an end-of-sequence token of the model.
     `weight_versions`: the weight version, start and end of each span of tokens, as in vLLM; missing until the choice
-    has ended. `old_kv`: the spans of tokens that were drawn over KV of older weights, in the form of `weight_versions`;
-    missing if there are no such spans.
+    has ended. `old_kv`: the spans of tokens that were drawn with KV from older weights, in the form of
+    `weight_versions`; missing if there are no such spans.
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}

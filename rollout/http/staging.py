@@ -1,8 +1,10 @@
 """A weight version that the worker stages in one request and commits in a later request.
 
-Owns: at most one staged version of a chain of deltas, with the publisher that staged it. Promises: a commit serves
-exactly the staged version. If staging or a commit fails, the staged version is dropped, and the worker serves its
-previous weights.
+A worker has read and verified a staged version, but does not serve the version before the commit. The version comes
+from a chain of deltas: a folder or URL with a subfolder for each version.
+
+Owns: at most one staged version, with the publisher that staged the version. Promises: a commit serves exactly the
+staged version. If staging or a commit fails, the staged version is dropped, and the worker serves its previous weights.
 
 A staged version is dropped if it is not committed within `STAGED_SECONDS`. A later commit of this version is refused.
 """

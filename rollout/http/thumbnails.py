@@ -34,7 +34,7 @@ def thumbnail(image: ImageInput, tower: TowerSpec, shades: Callable[[np.ndarray]
 
 
 def pixels_of(image: ImageInput, tower: TowerSpec) -> np.ndarray:
-    """Return the levels of an image's first frame, row by row, as uint8 [height, width, channels]."""
+    """Return the 8-bit pixels (`ImageInput.levels`) of an image's first frame as uint8 [height, width, channels]."""
     size, merge = tower.patch_size, tower.merge
     blocks = image.rows // merge, image.columns // merge
     patches = image.levels.reshape(*blocks, merge, merge, tower.channels, image.frames, size, size)[..., 0, :, :]

@@ -240,9 +240,9 @@ async def event_stream(
     """Wait for the first event, and return a response that streams all events as server-sent events.
 
     If an error occurs before the first event, this function raises the error, so that the error response can have the
-    right HTTP status. `names_events`: each event is named after its field `type`, and the stream ends with its last
-    event instead of `[DONE]`, as in Anthropic's Messages API and in OpenAI's Responses API. `turns`: required if events
-    may be long; each event is then written in steps.
+    right HTTP status. `names_events`: whether each event is named after its field `type`, and the stream ends without
+    `[DONE]`, as in Anthropic's Messages API and in OpenAI's Responses API. `turns`: required if events may be long;
+    each event is then written in steps.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]

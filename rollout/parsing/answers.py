@@ -73,7 +73,7 @@ def parsed_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Return None if the text is not JSON, if an object names a key twice, or if the value cannot be written as JSON in
-    UTF-8, such as a number that is not finite or half of a surrogate pair.
+    UTF-8. For example, a number that is not finite and half of a surrogate pair cannot be written.
     """
     try:
         value = DECODER.decode(text)
@@ -138,7 +138,7 @@ class Writer:
 
     White space around the reasoning is dropped. White space at the end of the content is dropped if the answer has
     calls. If reasoning resumes after content, or content after reasoning, a line break joins the two texts of the same
-    kind. `plain`: converts marked text to text.
+    kind. `plain`: replaces the characters that stand for markers by the texts of the markers.
     """
 
     def __init__(self, plain: Callable[[str], str]) -> None:

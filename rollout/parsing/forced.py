@@ -99,7 +99,7 @@ def _schema_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _object(schema: Any) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
-        text = f"tools: parameters must be a JSON schema with objects of definitions (got {brief(schema)})"
+        text = f"tools: parameters must be a JSON schema, in which definitions are objects (got {brief(schema)})"
         raise InvalidRequestError(text, field="tools")
     return dict(schema)
 

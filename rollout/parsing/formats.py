@@ -314,7 +314,8 @@ FORMATS = (
     Format("hermes", ("<tool_call>",), ("<tool_call>", "</tool_call>"), _hermes),
     *[Format("llama", (sign,), _LLAMA, _llama) for sign in _LLAMA_SIGNS],
 )
-"""The formats. A chat template has the first format with all of its signs in the template."""
+"""The formats, in order of precedence. A chat template uses the first format for which the template contains all signs.
+"""
 
 
 def format_of(chat_template: str) -> Format | None:

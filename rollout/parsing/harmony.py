@@ -13,7 +13,8 @@ from .streams import Reading, Syntax, any_of, begun
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _MAX_HEADER_CHARS = 512
-"""A longer text without `<|message|>` is content."""
+"""Maximum length of a header, in characters. A longer text without `<|message|>` is content, not a header.
+"""
 _RECIPIENT = re.compile(r"\bto=(functions\.)?([\w.\-]+)")
 
 

@@ -181,7 +181,8 @@ def python_calls(text: str) -> list[Call] | None:
 def gemma_call(text: str, quote: str, plain: Callable[[str], str]) -> Call | None:
     """Return the call in a text such as `call:f{a:1}`; None if the text does not have this form.
 
-    `quote`: the text that encloses strings. `plain`: converts marked text to text.
+    `quote`: the text that encloses strings. `plain`: replaces the characters that stand for markers by
+    the texts of the markers.
     """
     reader = _Gemma(text, quote, plain)
     try:

@@ -1,4 +1,6 @@
-"""Marked text: text in which a single character stands for each marker that is a token."""
+"""Marked text. The markers of a format are the texts that structure an answer, such as `<tool_call>`. In marked text, a
+single character stands for each marker that is a token.
+"""
 
 from __future__ import annotations
 

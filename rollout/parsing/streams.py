@@ -342,7 +342,7 @@ class AnswerStream(Reading):
 
 
 class _Section:
-    """The text of a section outside of regions. `opened`: the text that begins the section.
+    """The text of a section, without the section's regions. `opened`: the text that begins the section.
 
     If the section has calls, the text after the first call is content, except for pieces of only white space. If the
     section has no calls, the whole section is content. `has_call`: whether the section has calls, and no part of it

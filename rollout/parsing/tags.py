@@ -64,8 +64,8 @@ class Tags:
 def tagged_call(text: str, tags: Tags, tools: Tools, plain: Callable[[str], str]) -> Call | None:
     """Return the call in a region; None if the text of the region is malformed.
 
-    The tag that closes the last argument may be missing, if the value does not contain such a tag. `plain`: converts
-    marked text to text.
+    The tag that closes the last argument may be missing, if the value does not contain such a tag. `plain`: replaces
+    the characters that stand for markers by the texts of the markers.
     """
     text = text.rstrip()
     if not text.endswith(tags.last) or (found := tags.heads.match(text)) is None:

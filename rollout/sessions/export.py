@@ -1,9 +1,9 @@
 """The samples of a session, in the forms that trainers read.
 
-A session has one sample for each leaf of its forest. The tokens of a sample are all tokens of the conversation, in
-order, as the worker received and drew them. If several samples contain the same drawn token, only the mask of the first
-of these samples includes the token. Owns the export formats of samples: Python objects, JSON, safetensors, and the
-entries that NeMo-Gym stores for each call.
+The messages of a session form a forest (see `forest`). A session has one sample for each leaf. The tokens of a sample
+are all tokens of the conversation, in order, as the worker received and drew them. If several samples contain the same
+drawn token, only the mask of the first of these samples includes the token. Owns the export formats of samples: Python
+objects, JSON, safetensors, and the entries that NeMo-Gym stores for each call.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class SessionTurn:
     """A drawn message of a sample.
 
     `node`: id of the message. `start`, `end`: the tokens of the message are the sample's tokens [start, end).
-    `is_trained`: whether the sample's mask includes any of these tokens. If `is_trained` is true, the mask includes all
-    tokens of the message, or only the token that ended the message, if an earlier sample has the message without this
-    token. `finish_reason`, `seed`: from the worker's sample. `reward`: the reward that the agent attached to the node.
+    `is_trained`: whether the sample's mask includes any of these tokens. If an earlier sample has the message without
+    the token that ended the message, the mask includes at most this token. Otherwise, if `is_trained` is true, the mask
+    includes all tokens of the message. `finish_reason`, `seed`: from the worker's sample. `reward`: the reward that the
+    agent attached to the node.
     """
 
     node: str
@@ -55,12 +56,12 @@ class SessionSample:
       mask of an earlier sample. A drawn token that no sample contains is in no mask.
     - `logprobs`: float32 [num_tokens], 0.0 outside the mask
     - `versions`: int64 [num_tokens], the version of the weights that drew the token; -1 for tokens that no model drew
-    - `old_kv`: uint8 [num_tokens], 1 for tokens that were drawn over KV of older weights (`SampleOutput.old_kv`), so
-      that no version of the weights reproduces their log-probs
+    - `old_kv`: uint8 [num_tokens], 1 for tokens that were drawn with KV from older weights (`SampleOutput.old_kv`). No
+      version of the weights reproduces the log-probs of these tokens.
     - `columns`: other columns that the requests recorded, such as `top_logprobs`, for the tokens in the mask, in order;
       only columns that all trained messages have
-    - `routed_experts`: [num_tokens - 1, layers, experts per token], or None unless all messages recorded them. Each row
-      comes from the request that first computed the row's token.
+    - `routed_experts`: [num_tokens - 1, layers, experts per token]; None if a drawn message has no recorded experts.
+      Each row comes from the request that first computed the row's token.
     - `turns`: the drawn messages. `messages`: all messages.
     """
 
@@ -155,8 +156,8 @@ def tokens_until(nodes: Sequence[Node]) -> list[int]:
 
 
 def add_opening(token_ids: list[int], opening: Opening) -> None:
-    """Append an opening to `token_ids`, which end with the tokens of a drawn node. The result is the prompt of the next
-    drawn node.
+    """Append an `Opening` to `token_ids`, which are empty or end with the tokens of a drawn node. The result is the
+    prompt of the next drawn node.
     """
     if opening.dropped:
         token_ids.pop()

@@ -2,20 +2,21 @@
 
 Owns: the nodes, the choice of the conversation that a request continues, the seeds of drawn nodes, and the bounds of a
 session. A node is one message, given by the agent or drawn by the model. Conversations with different template
-arguments, such as different tools, have different roots. A drawn node stores the tokens of its opening, and its sample.
+arguments, such as different tools, have different roots. A drawn node stores its sample and its opening: the text and
+the tokens from the previous drawn message, or from the start of the conversation, to this message.
 
 Promises:
 
 - A request continues the deepest node for which the messages on the node's path are a prefix of the request's messages.
   If several nodes match, for example because the model drew the same text twice, the request continues the node that
-  the request's message names. If the message names none of the matching nodes, the request continues the drawn node
-  that was added last.
+  the field `session_node` of the request's message names. If the message names none of the matching nodes, the request
+  continues the drawn node that was added last.
 - A drawn node is added together with the given messages before it.
 - Every leaf is a drawn node.
-- The seed of a drawn node depends only on the session's seed, the given messages on its path, and the ordinals of the
-  drawn nodes on its path. A place is the end of a conversation, where an answer is drawn. The ordinal of a drawn node
-  is its number among the nodes that are drawn at the same place. If a call fails, its ordinal becomes free for a later
-  call. If the calls of a session are repeated with the same session seed, they therefore get the same seeds.
+- If the calls of a session are repeated with the same session seed, the calls get the same seeds. A place is the end of
+  a conversation, where an answer is drawn. The ordinal of a drawn node is its number among the nodes that are drawn at
+  the same place. The seed of a drawn node depends only on the session's seed, the given messages on the node's path,
+  and the ordinals of the drawn nodes on this path. If a call fails, its ordinal becomes free for a later call.
 
 Does not own: rendering (`templates`) and the calls to the worker (`session`). Thread-safe.
 """

@@ -6,8 +6,8 @@ equal. The arguments of a tool call are compared as parsed JSON, in which 1.0 an
 lack reasoning or the ids of tool calls, because many agents drop them. Reasoning and ids that a received message
 contains must equal the reasoning and ids of the stored message.
 
-Does not own: how a message is rendered. Promises: no conversation exceeds the bounds of this module, which include the
-values in the JSON texts of arguments, and each message consists only of JSON values.
+Does not own: how a message is rendered. Promises: no conversation exceeds the bounds of this module. The values in the
+JSON texts of arguments count towards the bounds. Each message consists only of JSON values.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def as_key(value: Any) -> str:
 
 
 def _with_equal_numbers(value: Any) -> Any:
-    """Return a JSON value with an integer in place of each equal float. This makes equal numbers comparable as text:
-    JavaScript, for example, writes 1.0 as 1.
+    """Return a JSON value in which each float that equals an integer is replaced by the integer. Equal numbers then
+    have equal texts. JavaScript, for example, writes 1.0 as 1.
     """
     if isinstance(value, dict):
         return {name: _with_equal_numbers(each) for name, each in value.items()}

@@ -71,8 +71,8 @@ MAX_BYTES = 2**28
 _MANY_TOKENS = 2**12
 """Maximum number of tokens of an answer that is read on the event loop."""
 DELTA_SECONDS = 0.25
-"""Minimum time between two messages with deltas, in seconds, while the worker has many streams. Each message costs
-processor time, because over HTTP the message becomes events.
+"""Minimum time, in seconds, between two messages with new tokens from the worker, while the worker has many streams.
+Each message costs processor time, because over HTTP the message becomes events.
 """
 
 
@@ -160,7 +160,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class Asked:
-    """A call that `AsyncSession.asked` has begun, or an earlier call that it has found for a retry.
+    """A call that `AsyncSession.asked` has begun, or the earlier call that answers a retry.
 
     `node`: the id that the answer has in the session. `prompt_token_ids`: the prompt that the worker gets. `params`:
     the sampling parameters, including the seed. `settings`: the settings of the parser for the answer.
@@ -327,8 +327,8 @@ class AsyncSession:
         return len((await self._prompt(call, base, call.messages[depth:]))[0])
 
     def samples(self) -> list[SessionSample]:
-        """Return one sample for each leaf. The mask of a sample includes a drawn message only if no earlier sample
-        contains the message.
+        """Return one sample for each leaf. The mask of a sample includes a drawn token only if the mask of no earlier
+        sample includes the token.
         """
         return samples_of(self._forest)
 
@@ -338,7 +338,8 @@ class AsyncSession:
 
     def record(self) -> bytes:
         """Return a file with all requests and answers, as JSON lines, for the command `trueroll replay`. The file has
-        the tokens, seeds, weight versions and bits of the answers, but not the texts of messages.
+        the tokens, seeds and weight versions of the answers, and the exact bits of the log-probs and the other recorded
+        values, but not the texts of messages.
 
         Raise IllegalStateError if the file would exceed a bound on records.
         """

@@ -15,9 +15,10 @@ replaced by the drawn text. If the new rendering does not agree with the session
 removes the reasoning of earlier turns, `open` raises an error that names the first token that would change. No rule in
 this module depends on the model family.
 
-The last drawn tokens are kept if the template writes the same tokens after the message. For example, Qwen's
-`<|im_end|>` is kept, and the template's line break follows; the two tokens with which Cohere's models end an answer are
-kept; and GLM's `<|user|>` is kept as the beginning of the next message. The last drawn tokens, up to the token that
+The last drawn tokens of a message are kept if the template also writes these tokens after the message. For example,
+Qwen's `<|im_end|>` is kept, and the template's line break follows; the two tokens with which Cohere's models end an
+answer are kept; and GLM's `<|user|>` is kept as the beginning of the next message. The last drawn tokens, up to the
+token that
 ended the message, are also kept if the template writes the same text but the tokenizer would encode it as other tokens.
 If the template does not write the token that ended the message, this token is dropped. If the message was cut off, for
 example by `max_tokens`, the missing part of the text with which the template ends a message is added.
@@ -75,9 +76,9 @@ class Opening:
     """The tokens from the end of the previous drawn message, or from the start of the conversation, to a drawn message.
 
     `span`: the rendering of the previous drawn message, with marks in place of its content and its reasoning. `text`:
-    the text from the end of `span` to the drawn message. `token_ids`: the tokens of `text`, without the first tokens
-    that the model has already drawn. `dropped`: whether the last token of the previous drawn message is not part of
-    this conversation.
+    the text from the end of `span` to the drawn message. `token_ids`: the tokens of `text`, without those tokens at
+    the beginning that the model has already drawn. `dropped`: whether the last token of the previous drawn message is
+    not part of this conversation.
     """
 
     span: str

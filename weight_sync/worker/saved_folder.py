@@ -62,7 +62,8 @@ class SavedPush(BaseModel):
 
 class SavedRecord(BaseModel):
     """The saved weights. `model`, `dtype`, `quantization`: the worker's settings. `push`: the push that the weights
-    come from. `base`: the push that names the saved weights before adapters; None without adapters.
+    come from. `base`: if adapters were added to the weights, the push after which the weights without adapters were
+    saved. The name of their folder contains this push. Without adapters, `base` is None.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -97,8 +97,8 @@ def _as_response_format(given: Any) -> Any:
 
 
 FlatFormat: TypeAlias = Annotated[ResponseFormat, BeforeValidator(_as_response_format)]
-"""The requested format of an answer. In this format, `schema` is a field beside `type`; in `response_format` of chat
-completions, `schema` is nested in `json_schema`.
+"""The requested format of an answer, with `schema` as a field beside `type`. In `response_format` of chat completions,
+`schema` is nested in `json_schema` instead.
 """
 
 

@@ -49,8 +49,8 @@ class _Text(Sent):
 
 
 class _Thinking(Sent):
-    """A block of thinking. `signature`: id of the node of the answer that contains this block, if the answer belongs to
-    this session.
+    """A block of thinking. `signature`: if the block belongs to an answer of this session, the id of this answer's node
+    in the session.
     """
 
     type: Literal["thinking"]

@@ -66,7 +66,9 @@ class _Item(Sent):
 
     @property
     def node(self) -> str | None:
-        """Id of the node of the answer to which this item claims to belong; None if the item names no answer."""
+        """The node id in the field `id`: the item claims to belong to the session's answer with this node id. None if
+        the field names no answer.
+        """
         found = _ID.fullmatch(self.id or "")
         return found and found[1]
 

@@ -20,8 +20,9 @@ from ..wire import answer, read_json
 class LoadFields(Fields):
     """Fields of `/load_lora_adapter`.
 
-    `lora_name`: the name of the adapter, which requests give as `lora_path`. `lora_path`: a folder in PEFT's format.
-    `pinned`: has no effect, because an adapter stays loaded until it is unloaded.
+    `lora_name`: the name of the adapter; a request to `/generate` gives this name in its field `lora_path`.
+    `lora_path`: here, a folder in PEFT's format. `pinned`: has no effect, because an adapter stays loaded until it is
+    unloaded.
     """
 
     lora_name: AdapterName

@@ -112,8 +112,9 @@ async def take_sampling_params(
 ) -> tuple[SamplingParams, int | None, SamplingFields]:
     """Return the sampling parameters of a request, its seed, and its other fields.
 
-    Log-probs refer to the distribution after temperature, without filters, as in SGLang. With `return_top_p_token_ids`,
-    log-probs refer to the distribution after the filters. Raise InvalidRequestError or HttpError if a value is invalid.
+    Without `return_top_p_token_ids`, log-probs refer to the distribution after temperature, without filters, as in
+    SGLang. With `return_top_p_token_ids`, log-probs refer to the distribution after the filters. Raise
+    InvalidRequestError or HttpError if a value is invalid.
     """
     body = own.sampling_params
     fields = given(body, ignored=set(), off=SAMPLING_OFF, path="sampling_params.")

@@ -238,7 +238,7 @@ def _not_loaded(adapter: object) -> HttpError:
 
 
 def _renamed(error: HttpError) -> HttpError:
-    """Return a copy of an error that uses SGLang's names of sampling parameters."""
+    """Return a copy of an error, with sampling parameters under the names that SGLang gives them."""
     if error.code == "unknown_parameter":  # this error already names the caller's own spelling
         return error
     if error.code == "model_not_found":

@@ -4,8 +4,8 @@ folder.
 
 slime copies a version into the folder `local_checkpoint_dir` of each machine, and names this folder in
 `/update_weights_from_disk`. This server neither reads nor writes `local_checkpoint_dir`: the path only identifies the
-pull. If the pulled version is no longer staged, the commit is refused, because `local_checkpoint_dir` may contain the
-checkpoint from which slime began.
+pull. If the pulled version is no longer staged, the commit is refused. The server does not push the content of
+`local_checkpoint_dir` instead, because the folder may contain the checkpoint from which slime began.
 """
 
 from __future__ import annotations

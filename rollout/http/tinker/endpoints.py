@@ -28,7 +28,7 @@ from .promises import Promises
 MODEL_PATH = "tinker://"
 """The prefix of a model's path in the Tinker API."""
 SESSION_LABELS = {"type", "tags", "user_metadata", "sdk_version", "project_id", "display_name"}
-"""Fields of `create_session`, which have no effect."""
+"""Fields of `create_session` that have no effect."""
 INLINE_BYTES = 2**20
 """Maximum size, in bytes, of an answer that is sent at once. For a longer answer, the server first returns only the
 size of the answer, if the client allows this.

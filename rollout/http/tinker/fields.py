@@ -25,13 +25,15 @@ OFF: dict[str, tuple[Any, ...]] = {
     "base_model": (),
     "model_path": (),
 }
-"""Fields of `asample` that this server does not support, with their neutral values. The model is a setting of the
-sampling session.
+"""Fields of `asample` that this server does not support, with their neutral values. A request must not name a model,
+because the sampling session determines the model.
 """
 MAX_ID_CHARS = 128
 MAX_CHUNKS = 4096
 MAX_SAMPLES = 4096
-"""Maximum number of samples of a request. The client gets the ids of all samples before the worker gets the request."""
+"""Maximum number of samples of a request. The front end itself checks this number, because the client gets the ids of
+all samples before the worker gets the request.
+"""
 TEXT_CHUNK = "encoded_text"
 TOKEN_BYTES = 36
 """Memory of a token id in a list, in bytes."""

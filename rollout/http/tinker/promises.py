@@ -42,7 +42,9 @@ POLL_SECONDS = 30.0
 """Maximum time for which a poll waits. The package `tinker` waits for 45 s."""
 _MOST_PAUSE = 15.0
 _ID = re.compile(r"(.*):(0|[1-9][0-9]{0,18})")
-"""The id of a sampling session or of a promise: the id of its session or sampling session, and a number."""
+"""The id of a sampling session is the session's id, a colon and a number. The id of a promise is the sampling session's
+id, a colon and a number.
+"""
 
 Key: TypeAlias = tuple[int, int]
 """The sampling session's number within its session, and the request's number (`seq_id`)."""

@@ -15,7 +15,9 @@ from ..fields import Fields
 
 FIELD = "target_prompt_logprobs"
 MAX_CELLS = 2**22
-"""Maximum number of cells that a request to the worker may have for target ids."""
+"""Maximum number of cells for target ids in a request to the worker: the number of rows times the number of ids in the
+longest row.
+"""
 
 _FAIL_FAST = Field(fail_fast=True)
 _Index = Annotated[int, Field(ge=0, lt=2**31)]

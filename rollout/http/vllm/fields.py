@@ -61,9 +61,9 @@ class InitInfo(Fields):
 class VersionInfo(Fields):
     """Fields of `/fetch_weights`, and of the `update_info` that SkyRL sends for deltas.
 
-    `target_version`: the version to stage or to commit. `sync_dir`: the folder or URL of the chain. `uri`: the folder
-    of the version in the chain; can be given instead of `sync_dir`. `version`: if given, must be equal to
-    `target_version`.
+    `target_version`: the version to stage or to commit. `sync_dir`: the folder or URL of the chain of deltas, in which
+    each version has a folder. `uri`: the folder of the version in the chain; can be given instead of `sync_dir`.
+    `version`: if given, must be equal to `target_version`.
     """
 
     target_version: Version
