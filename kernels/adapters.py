@@ -25,7 +25,7 @@ from .wrappers import plain_class, reshard, within
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
 _EMPTY = ("lora_dropout", *EMPTY)
-_UNDERSTOOD = USED | INERT | KINDS  # `adapter_of` detects the kinds in the modules
+_UNDERSTOOD = USED | INERT | KINDS  # in modules, `adapter_of` detects the use of KINDS
 _HINTS = {
     "target_parameters": (
         "; PEFT turns targets of a mixture such as gate_proj, up_proj and down_proj, also those of 'all-linear', into "
@@ -117,8 +117,8 @@ def _read(of_peft: Any, name: str) -> Any:
 
 
 def check_modules(base: nn.Module) -> None:
-    """Check that each PEFT module in `base` either is plain LoRA (W + scale * B A) or has an active copy. Raise
-    AlignmentError otherwise.
+    """Check that each PEFT module in `base` is either a linear layer with plain LoRA (W + scale * B A) or a module in
+    `modules_to_save`. Raise AlignmentError otherwise.
 
     `base`: the model without PEFT's outer wrapper, or a model that PEFT never wrapped.
     """

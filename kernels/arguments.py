@@ -51,8 +51,8 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """Return the arguments of a call as a map from name to value. `forward`: the unbound method of transformers that is
     called.
 
-    Raise AlignmentError if a refused or unknown argument has a value other than None or its default. Also raise
-    AlignmentError for arguments that give the boundaries of packed sequences, unless `position_ids` is given too.
+    Raise AlignmentError if a refused or unknown argument is neither None nor the value that REFUSED gives for it. Also
+    raise AlignmentError for arguments that give the boundaries of packed sequences, unless `position_ids` is given too.
     """
     parameters = _parameters(forward)
     if len(args) > len(parameters):

@@ -3,8 +3,9 @@
 The forward pass of each op calls the backend's op, so the results are bit-identical to a rollout. The backward pass
 uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. If torch multiplies matrices
 slowly in the dtype of the forward pass, the backward pass multiplies in float32 (`product_dtype`). Three parts of the
-backward pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The
-backward pass of a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all
+backward pass also use the backend's ops: rotations, recomputed logits, and recomputed inner rows of experts (the rows
+that an expert multiplies by its `down` matrix).
+The backward pass of a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all
 tokens of a chunk give the chunk's outputs and final state, without a loop over tokens. Torch differentiates the
 products of each chunk, and therefore keeps one state per chunk instead of one per token. Forward and backward passes
 disable autocast, which would change dtypes inside an op. The caller of an op converts the dtypes instead.
@@ -95,9 +96,9 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Product(Function):
     """`product` is an op of the backend, called as `product(x, weight, *bias)`: x is [M, K], `weight` is [N, K], and
-    the optional `bias` is [N]. `format`: a format that also quantizes activations (`kernels.dynamic`), in which the
-    product quantizes the weight; None for plain products. The backward pass computes the gradients of the plain
-    product, whatever the format.
+    the optional `bias` is [N]. `format`: None for plain products. Otherwise, it is a format that also quantizes
+    activations (`kernels.dynamic`), and the product quantizes the weight in this format. The backward pass computes the
+    gradients of the plain product, whatever the format.
     """
 
     @staticmethod
@@ -490,8 +491,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, sinks: Tensor 
 
 
 class _LatentAttention(Function):
-    """Latent attention, computed in the absorbed order, as in a worker. The backward pass uses the expanded order,
-    which computes fewer products: it recomputes each head's keys and values, and differentiates plain attention.
+    """Latent attention. As in a worker, the forward pass multiplies the queries by `k_up` and attends to latent rows
+    (`layer.absorb`). The backward pass recomputes each head's keys and values (`_expanded`), and differentiates plain
+    attention, which takes fewer products.
     """
 
     @staticmethod
@@ -722,7 +724,9 @@ def _divisor(temperature: float, device: torch.device) -> Tensor:
 
 
 def _slopes(logits: Tensor, head: HeadSpec) -> Tensor | float:
-    """Return the derivatives of logits [M, V] with respect to the products of hidden states and the head's weight."""
+    """Return the derivative of each logit in `logits` [M, V] with respect to the product from which the head computed
+    the logit: a hidden state times a row of the head's weight.
+    """
     if head.soft_cap is None:
         return head.scale
     return (1.0 - (logits / head.soft_cap).square_()).mul_(head.scale)
@@ -765,10 +769,10 @@ class _LogProbs(Function):
         """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time. If a row
         has several tokens, the gradients of these tokens are added.
 
-        The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
-        would turn a rounding difference in the logits into a large error. The gradients of logits are multiplied by the
-        slopes of edits and of the head's scale and cap. The logit of a token that filters or edits have dropped gets no
-        gradient.
+        The probabilities are computed from the logits that the backend's op computes. Torch would round the logits
+        differently, and division by a low temperature would turn this difference into a large error. The gradients of
+        logits are multiplied by the derivatives of the edits and of the head's scale and cap (`_probs_and_slopes`). The
+        logit of a token that filters or edits have dropped gets no gradient.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = as_weight(ctx.ops, weight)
@@ -800,7 +804,9 @@ def _row_parts(hidden: Tensor, weight: Weight | Tensor) -> Iterator[slice]:
 def _processed_parts(
     ops: Backend, hidden: Tensor, weight: Weight, temperature: float, head: HeadSpec, processing: Processing | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows, and the logits of the rows after `processing`, or after division by the temperature."""
+    """Yield slices of rows, each with the logits of its rows after `processing`. If `processing` is None, the logits
+    are divided by the temperature instead.
+    """
     for rows in _row_parts(hidden, weight):
         logits = ops.lm_head(hidden[rows], weight, head)
         if processing is None:
@@ -842,7 +848,7 @@ class GradientOps:
         return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
 
     def rounded(self, weight: Tensor, rounding: Rounding | None) -> Tensor:
-        """Return the values of a quantized weight. If no rounding is given, return the weight itself."""
+        """Return the values that `weight` has after `rounding` quantizes it. Without a rounding, return `weight`."""
         return weight if rounding is None else _Rounded.apply(weight, rounding)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -987,7 +993,8 @@ class GradientOps:
         of `hidden` [M, H]. The log-probs are float32, in the shape of `token_ids`; `weight` is [V, H]. The log-prob of
         NO_TOKEN is 0.
 
-        The log-probs are at `temperature`, or after `processing`. At any time, the backward pass holds at most
+        The log-probs are computed from the logits after `processing`. If `processing` is None, they are computed from
+        the logits divided by `temperature`. At any time, the backward pass holds at most
         `_LOGITS_BYTES` of logits, and at most `_LOGITS_BYTES` of probabilities. If the head has a cap, the backward
         pass also holds up to `_LOGITS_BYTES` of slopes. With `processing`, the backward pass also holds up to
         `_LOGITS_BYTES` of processed logits.

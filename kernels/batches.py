@@ -14,7 +14,7 @@ from .packed import Packed
 from .specs import DecoderSpec
 
 OWN_CHOICE = -1
-"""Placeholder in a token's list of experts: the model chooses the experts of the token itself."""
+"""Placeholder in a token's list of experts: the router of the model chooses the token's experts."""
 
 
 def locate(

@@ -27,8 +27,8 @@ Both formats follow these rules:
   scale and zero point.
 - A quotient outside the range of the codes gets the nearest code (saturation).
 - Products of a code's number and a scale are exact in float32. If the format has zero points, the addition of the zero
-  point rounds a value once. The conversion to the dtype of the model rounds the value once more. Values beyond the
-  range of the dtype, which only float16 has, become the largest number of the dtype.
+  point rounds a value once. The conversion to the dtype of the model rounds the value once more. Values can
+  exceed the range of the dtype only if the dtype is float16. Such values become the largest number of the dtype.
 - If any element of a vector is NaN or infinite, all of its values are NaN: the scale and the zero point are NaN, and
   all codes are 0. Tokens that attend to a vector of NaN values get NaN; no other token is affected.
 - In latent attention, the latent row and the rotated key are two vectors. Attention uses the latent row as the value
@@ -140,7 +140,7 @@ class _Rounded(Function):
 
 
 def round_trip(x: Tensor, format: CacheFormat | None, sizes: Sequence[int]) -> Tensor:
-    """Return the values of quantized rows x [..., sum of sizes], in the dtype of x. A row consists of vectors of the
-    given sizes. Without a format, return x itself. Gradients pass through the rounding unchanged.
+    """Quantize rows x [..., sum of sizes], and return the values of the codes, in the dtype of x. A row consists of
+    vectors of the given sizes. Without a format, return x itself. Gradients pass through the rounding unchanged.
     """
     return x if format is None else _Rounded.apply(x, format, sizes)  # type: ignore[return-value]

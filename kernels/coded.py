@@ -124,7 +124,7 @@ class CodedWeight:
         return self.quantized().values().to(self.dtype)
 
     def quantized(self) -> Quantized:
-        """Return the codes and scales. The codes of 8 bits share this weight's memory."""
+        """Return the codes and scales. If the codes have 8 bits, they share this weight's memory."""
         columns, format = self.shape[1], self.format
         places, groups = places_of(format, columns), _groups(format, columns)
         codes = self.data[:, : -(-columns * format.bits // 8)]

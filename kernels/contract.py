@@ -205,8 +205,9 @@ class AttentionWeights:
 class LatentWeights:
     """The weights of a latent attention.
 
-    `q_a` [q_rank, H], `q_a_bias` [q_rank] and `q_norm` [q_rank] compute the row that `q` reads; None if `q` reads
-    hidden states. `q`: [heads * query_dim, q_rank or H]. `kv_a`: [head_dim, H], for the latent row and then the shared
+    `q_a` [q_rank, H], `q_a_bias` [q_rank] and `q_norm` [q_rank] compute the row that `q` reads. All three are None if
+    `q` reads hidden states, and `q_a_bias` is also None without biases.
+    `q`: [heads * query_dim, q_rank or H]. `kv_a`: [head_dim, H], for the latent row and then the shared
     key. `kv_a_bias`: [head_dim] or None. `kv_norm`: [latent_dim]. `up`: the matrices of the heads, for
     `Backend.head_linear`: `k_up` [heads * latent_dim, nope_dim] and `v_up` [heads * value_dim, latent_dim]. `o`: [H,
     heads * value_dim]. `o_bias`: [H] or None.
@@ -373,7 +374,8 @@ class Edits:
     """The edits and the targets of M requests to `edited_tokens`. All tensors are on the host.
 
     `entries` (uint8 [E, 16]): the edits of single logits, each an `ENTRY` of `kernels.edits`. Request i owns the
-    entries [starts[i], starts[i + 1]), in ascending order of their tokens, each for another token. `penalties` (float32
+    entries [starts[i], starts[i + 1]), in ascending order of their tokens, with at most one entry for a token.
+    `penalties` (float32
     [M, 3]): as in `RowEdits`. `masked_rows` (int64 [N]), `masks` (int32 [N, ceil(V / MASK_BITS)]): as `rows` and
     `masks` of `mask_logits`. `targets` (int64 [K]): the tokens for which log-probs are computed. Request i owns the
     targets [target_starts[i], target_starts[i + 1]). `starts`, `target_starts`: int64 [M + 1].
@@ -709,10 +711,11 @@ class Backend(Protocol):
     def expert_sums(
         self, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
     ) -> Tensor:
-        """Return the float32 sums [M, H] of `experts` over the experts that `spec.own` names, before the shared expert
-        and before rounding. `weights` has only the experts in `spec.own`, and their number is a multiple of `groups`.
-        The outputs of a group are added to +0.0, even if there is only one group. `experts` may have ids of any expert,
-        including experts outside `spec.own`.
+        """Return the float32 sums [M, H] that the op `experts` computes, but only over the experts that `spec.own`
+        names. The output of the shared expert is not added, and the sums are not rounded. `weights` has only the
+        experts in `spec.own`, and their number is a multiple of `groups`. The outputs of a group are added to +0.0,
+        even if there is only one group. The argument `experts` may have ids of any expert, including experts outside
+        `spec.own`.
         """
         ...
 
@@ -774,8 +777,9 @@ class Backend(Protocol):
 
         In latent attention, the values have V < D elements, and the result is [M, heads, V].
 
-        A query at position p with the end e (`AttentionBatch.ends`; p + 1 for causal attention) sees the tokens (p -
-        window, e); without a window, the query sees all tokens before e. With a cap, a score s = scale * (q . k)
+        A query at position p with the end e (`AttentionBatch.ends`; p + 1 for causal attention) sees the tokens t
+        with p - window < t < e; without a window, the query sees all tokens before e.
+        With a cap, a score s = scale * (q . k)
         becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the score of an additional key that every
         query sees. The value vector of the additional key is zero. The additional key is folded in after the last
         split.
@@ -934,8 +938,8 @@ class Backend(Protocol):
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """Set the logits of tokens that the row's filters drop to -inf, in place, and return `logits` (float32 [M, V],
-        contiguous).
+        """In each row of `logits` (float32 [M, V], contiguous), find the tokens that the row's filters drop, and
+        set the logits of these tokens to -inf, in place. Return `logits`.
 
         `top_k` (int64 [M]) is -1 for rows without this filter. `top_p` and `min_p` are float32 [M]. The filters apply
         in the order top_k, top_p, min_p. No filter drops the token with the highest logit. A row with NaN stays
@@ -987,7 +991,8 @@ class EditingBackend(Backend, Protocol):
         ...
 
     def log_probs_of(self, logits: Tensor, sums: Tensor) -> Tensor:
-        """Return the log-prob of one logit of each of M rows, given the logits (float32 [M]) and the rows' sums from
-        `filter_recorded`. The result is float32 [M], and has the same bits as `log_probs` of the whole row.
+        """For each of M rows, return the log-prob of one token. `logits` (float32 [M]) has the logit of each of these
+        tokens. `sums`: the sums of the rows from `filter_recorded`. The result is float32 [M], and has the same bits as
+        `log_probs` of the whole rows.
         """
         ...

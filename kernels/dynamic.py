@@ -24,7 +24,7 @@ from left to right, and rounded to float32 after each step. The float32 result r
 product. `back_sums` uses the float32 result as the whole sum, or as the sum of one piece. Other ops add the bias to the
 float32 result, and round the total to the dtype of x.
 
-A product with only some columns of x uses the scales of the whole rows, so every op quantizes a row once.
+A product with only some columns of x uses the scales of the whole rows, so all parts of a row have the same scale.
 
 The values of the matrix are the same as in the same format without quantized activations. `Weight.to_dense` and the
 backward pass of a trainer therefore use a plain matrix of these values.
@@ -49,7 +49,7 @@ Sums: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Returns the plain float32 sums [M, N] of rows [M, K] and a matrix [N, K], both float32."""
 
 _SLICE = 2**22  # elements of a matrix that are converted to numbers at a time
-_ROWS = 512  # a slice has a multiple of this number of rows: the tiles into which `reference` cuts a plain matrix
+_ROWS = 512  # the rows of a tile into which `reference` cuts a plain matrix; a slice consists of whole tiles
 
 
 class CodedRows(NamedTuple):

@@ -84,7 +84,8 @@ class RowEdits:
     `content`: the bytes of `entries`, because bytes are faster to copy and to join than arrays. `penalties` (float32
     [3]): for repetition, presence and frequency. `mask` (int32 [ceil(V / 32)]): a bit for each token of the vocabulary,
     the lowest bit first; tokens with bit 0 get the logit -inf. `mask` is None if all tokens are allowed.
-    `await_mask`: waits for the mask of a grammar, which `know` joins with `mask`; None if there is none.
+    `await_mask`: a function that waits for the mask of a grammar, and returns this mask; `know` joins it with `mask`.
+    `await_mask` is None if no mask of a grammar is missing.
     """
 
     content: bytes
@@ -461,7 +462,7 @@ def _joined(parts: Sequence[Any], dtype: Any) -> np.ndarray:
 
 
 def _apply_masks(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> None:
-    """Set the logits of tokens that masks exclude to -inf."""
+    """Write -inf to the logits of the tokens that the masks exclude, in place."""
     if masks := _masks_of(rows):
         found = np.array([*masks], np.int64), np.stack([*masks.values()])
         ops.mask_logits(logits, *all_to_device(map(torch.from_numpy, found), logits.device))

@@ -113,8 +113,9 @@ def masked_weights(
     """Return r for each token with low <= r <= high, and 0.0 for all other tokens. The result is float32, has the shape
     of `log_probs`, and is 0.0 outside the mask.
 
-    `low`: from 0 to 1; `high`: at least 1. The method is masked importance sampling. Tokens that are very unlikely
-    under one of the two policies are dropped. A dropped token gets the weight 0, not a reduced weight. Masked
+    `low`: from 0 to 1; `high`: at least 1. The method is masked importance sampling. A token is dropped if its
+    ratio is outside the bounds, because the two policies differ too much. A dropped token gets the weight 0, not a
+    reduced weight. Masked
     importance sampling between rollout and trainer is known as MIS (Liu, Li et al. 2025, "When Speed Kills Stability:
     Demystifying RL Collapse from the Training-Inference Mismatch", richardli.xyz/rl-collapse). At level `token` with
     both bounds, the method is known as IcePop (Ling Team 2025, "Every Step Evolves", arXiv 2510.18855). With `low`

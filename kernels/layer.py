@@ -54,10 +54,10 @@ from .specs import (
 from .stacks import HeadLayout, StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape, held=...): return the weight `name`: a `Weight` for two dimensions, else a tensor. `held`, a
-`WeightSpec`, gives the dtype and part of the weight. With `layout`, a `StackLayout`: return the matrices of a layer's
-experts, of shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`. With a `HeadLayout`:
-return the two matrices of latent attention's heads.
+"""get(name, *shape, held=..., layout=...): return the weight `name`: a `Weight` for two dimensions, else a tensor.
+`held`: a `WeightSpec`, which says how the weight is held. If `layout` is a `StackLayout`, return the matrices of a
+layer's experts, of shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`. If `layout`
+is a `HeadLayout`, return the two matrices of latent attention's heads.
 """
 
 Attend: TypeAlias = Callable[[Tensor, Any, Any], Tensor]
@@ -399,7 +399,7 @@ def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> 
 
 
 class _Output(NamedTuple):
-    """The output [M, H] of a mixer or an MLP: `scale` times the matrix product of `inner` and `weight`."""
+    """The output [M, H] of a mixer or an MLP: `scale` times the result of `project_back` for the other fields."""
 
     inner: Tensor
     weight: Weight
@@ -472,8 +472,8 @@ def project(
 def store(
     ops: Backend, spec: CachedSpec, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    """Store keys and values from `project` or `project_latent` in the caches, as codes or, in plain caches, as the
-    values of the codes (`AttentionSpec.cache_format`). See `Backend.write_kv`.
+    """Store keys and values from `project` or `project_latent` in the caches (see `Backend.write_kv`). If the spec has
+    a `cache_format`, caches of codes receive the codes, and plain caches receive the values of the codes.
     """
     if k_cache.dtype == k.dtype:
         k, v = (round_trip(x, spec.cache_format, sizes) for x, sizes in ((k, spec.key_sizes), (v, v.shape[2:])))

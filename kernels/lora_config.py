@@ -5,7 +5,7 @@ Plain LoRA adds scale * B A to a weight (`Backend.merge`). A trainer reads these
 """
 
 PLAIN = {"peft_type": "LORA", "bias": "none"}
-"""Fields that must have one value in plain LoRA."""
+"""Fields that must have the value given here in plain LoRA."""
 EMPTY = ("lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
 """Fields that must be empty in plain LoRA, since any entry changes the computation."""
 USED = frozenset({"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"})
@@ -30,5 +30,5 @@ INERT = frozenset(
     }
 )
 """Fields that do not change the computation with given A and B: they describe the model, select the adapted modules, or
-configure an initialization, storage, or a kind of `KINDS`.
+configure an initialization, the storage, or a feature that a field of `KINDS` enables.
 """

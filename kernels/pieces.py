@@ -26,7 +26,7 @@ from .specs import DecoderSpec, Mamba2Spec, RecurrentSpec
 
 MOST_PIECES = 8
 _MULTIPLE = 16
-"""A piece ends at a multiple of this number, because native kernels multiply neighbouring columns together."""
+"""A piece ends at a multiple of this number, because native kernels process neighbouring columns together."""
 _USUAL_PIECES = 4
 _LARGE = 40e9
 """Decoders with more parameters are cut into `MOST_PIECES`, because most of them need several devices."""
@@ -36,8 +36,8 @@ def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
     """Return a copy of the spec with `count` pieces. If `count` is None, use the number that suits the decoder.
 
     The number that suits a decoder is 4, or 8 for more than 40e9 parameters. If the decoder cannot be cut into this
-    many pieces, the number is halved until the cut is possible. Raise ConfigError for a number into which the decoder
-    cannot be cut.
+    many pieces, the number is halved until the cut is possible. Raise ConfigError if `count` is given, and the decoder
+    cannot be cut into `count` pieces.
     """
     if count is not None:
         if found := requirement(spec, count):

@@ -42,7 +42,7 @@ SETTINGS = (NONE, *FORMATS, *(name + EXPERTS_SUFFIX for name in FORMATS))
 
 
 def with_quantization(spec: DecoderSpec, setting: str) -> DecoderSpec:
-    """Return a copy of the spec with the formats of the weights in `DecoderSpec.held`.
+    """Return a copy of the spec in which `DecoderSpec.held` has the formats that `setting` gives to the weights.
 
     The new formats replace all formats in the spec. Raise ConfigError for an unknown setting, and for a setting that
     quantizes the experts of a decoder without experts.

@@ -40,7 +40,7 @@ LEAST_SCALE = 2.0**-126
 _SLICE = 2**18  # elements that are quantized at a time
 _LEAST_FLOAT16_SCALE = 2.0**-14
 MOST = (1 - 2**-22) * 2.0**128
-"""The product of a number and a scale is at most this number, so that it does not round to infinity."""
+"""The product of a code's number and a scale is at most `MOST`, so that the product does not round to infinity."""
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _E8M0_VALUES = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -217,8 +217,9 @@ def quantize(matrix: Tensor, format: Format, unit: int | None = None) -> Quantiz
     """Quantize a matrix [R, C] of finite numbers.
 
     `unit`: the number of rows of each of the stacked matrices that form the matrix. No block contains rows of two
-    stacked matrices. None: a single matrix. With activations of the kind `e4m3`, the values in the matrix's dtype are
-    quantized a second time. The result has the codes of the second pass, so that the codes depend on the values alone.
+    stacked matrices. None: a single matrix. With activations of the kind `e4m3`, the matrix is quantized twice: the
+    second pass quantizes the values that the first pass gives, rounded to the matrix's dtype. The result has the codes
+    of the second pass, so that the codes depend on these values alone.
     Raise ValueError for NaN and infinite elements, and for elements that are too large for scales in float16.
     """
     found = join([_quantize_rows(part, matrix, format) for part in _slices(matrix.detach(), unit)], 0)
@@ -355,8 +356,8 @@ def _float16_scales(low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, 
 
 
 def divided(tensor: Tensor, number: float) -> Tensor:
-    """Return the quotients, rounded once. On a GPU, torch divides by a Python number by multiplying by the number's
-    rounded reciprocal.
+    """Return tensor / number, with each quotient rounded once. For a Python number, the operator `/` may round twice:
+    on a GPU, torch multiplies by the rounded reciprocal of the number instead.
     """
     return tensor / torch.full_like(tensor, number)
 

@@ -11,10 +11,11 @@ of all sections. Every rank therefore has the same hidden states, routes and tok
 
 A rank's part consists of whole pieces (`pieces`). Where a layer projects back to the hidden size, the products of all
 pieces are added in float32 as a balanced binary tree. Each rank adds the products of its own pieces, which form a
-subtree. The sums of the ranks are then added as the upper levels of the tree. A product that quantizes activations
-first needs the largest magnitude of each row, which the ranks exchange (`dynamic.row_peaks`). Every rank adds all rows,
-or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits therefore do not depend on the number
-of ranks. `Exchange` only moves bytes.
+subtree. The sums of the ranks are then added as the upper levels of the tree (`Exchange.add`). The order of the
+additions, and therefore the bits, do not depend on the number of ranks. Either every rank computes the totals of all
+rows, or, for large tensors, each rank computes the totals of some rows. A product that quantizes activations first
+needs the largest magnitude of each whole row, so the ranks exchange the largest magnitudes of their parts
+(`dynamic.row_peaks`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Rank(NamedTuple):
 
 
 class Meetings(Protocol):
-    """The meetings of ranks in the native library (`kernels.cpu.ranks`)."""
+    """The meetings of ranks in the native library. A meeting is a barrier (`kernels.cpu.ranks`)."""
 
     @property
     def address(self) -> int: ...
@@ -90,8 +91,8 @@ class Meetings(Protocol):
 class Exchange(Protocol):
     """Moves tensors between the ranks. All ranks make the same calls in the same order.
 
-    `native`: the meetings of ranks that share the memory of one machine, through which a backend can exchange sums
-    while it runs layers; or None.
+    `native`: for ranks that share the memory of one machine, the meetings through which a backend can exchange sums
+    while it runs layers; None if there are no such meetings.
     """
 
     rank: Rank

@@ -3,10 +3,10 @@
 Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
 of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums are cut
 into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
-every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). An elementwise function is
-used only if torch's vector code and torch's scalar tail give equal bits for the function. The functions exp, log,
-log1p, cos, sin, erf and correctly rounded arithmetic give equal bits in vector code and scalar tail; silu and sigmoid
-do not.
+every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Torch computes
+elementwise functions with vector code, and the last elements with scalar code. An elementwise function is used only if
+both give equal bits. They do for exp, log, log1p, cos, sin, erf and correctly rounded arithmetic; they do not for silu
+and sigmoid.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class RoundedWeight:
     """A `Weight` that holds the values of a quantized matrix, rounded to the dtype, in the plain weight `plain`. A
     `RoundedWeight` takes as much memory as the plain weight.
 
-    `plain`: the other weight. `unit`: as for `quantize`.
+    `plain`: a weight that is not quantized. `unit`: as for `quantize`.
     """
 
     def __init__(self, plain: Any, format: Format, unit: int | None = None) -> None:
@@ -56,7 +56,7 @@ class RoundedWeight:
         return RoundedWeight(self.plain.narrow(dim, start, length), self.format, self._unit)
 
     def copied(self, device: torch.device) -> RoundedWeight:
-        """Return a weight with a copy of the values, a tensor on `device`."""
+        """Return a `RoundedWeight` with a copy of the values. The copy is a plain tensor on `device`."""
         return RoundedWeight(self.plain.to_dense().to(device, copy=True), self.format, self._unit)
 
     def to_dense(self) -> Tensor:

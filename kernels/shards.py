@@ -178,7 +178,7 @@ def _rows(weight: Any, start: int, length: int) -> Any:
 
 
 class _Rows:
-    """Rows of a matrix that `Weight.narrow` does not accept. `_Rows` writes its rows element by element."""
+    """Rows of a matrix that begin or end where `Weight.narrow` cannot cut. The rows are written element by element."""
 
     def __init__(self, weight: Any, start: int, length: int) -> None:
         self._weight, self._start = weight, start

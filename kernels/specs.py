@@ -22,7 +22,9 @@ Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
 HEAD_ROLE = "head"
-"""The role of the head in `DecoderSpec.held`. A head that is tied to the embeddings has a part too."""
+"""The role of the head in `DecoderSpec.held`, which gives a rank's part of the head (`WeightSpec.part`). A head that is
+tied to the embeddings has a part too.
+"""
 PIECE_UNIT = 128
 """The columns of an MLP's `down` are cut into pieces at multiples of this number."""
 
@@ -76,8 +78,9 @@ class RotationSpec:
     """A rotary embedding (Su et al. 2021).
 
     `inv_freq`: the float32 frequencies of the rotated pairs of elements in a head. `scale`: multiplies cosines and
-    sines. `axes`: the axis of each pair; () if all pairs use the first axis. Positions may have several axes, such as
-    time, row and column (Wang et al. 2024, Qwen2-VL). `q_growth`: a pair (beta, length): after the rotation, a query at
+    sines. Positions may have several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL). `axes`: for each
+    pair, the axis of the positions by which the pair is rotated; () if all pairs use the first axis.
+    `q_growth`: a pair (beta, length): after the rotation, a query at
     position p is multiplied by 1 + beta * ln(1 + floor(p / length)), as in Llama 4; None for no factor.
     """
 
@@ -149,8 +152,8 @@ class LatentSpec:
     A token's hidden states are projected to a latent row of `latent_dim` elements, which is normalized, and to a key of
     `rope_dim` elements, which is rotated. All heads share the latent row and the key. The cache holds the latent row
     and the rotated key side by side as one key; the latent row is also the value. A head's query consists of `nope_dim`
-    elements and `rope_dim` rotated elements. The head's matrix `k_up` converts the first part to a query of the latent
-    row. The head's matrix `v_up` converts the weighted sum of the latent rows to `value_dim` elements.
+    elements and `rope_dim` rotated elements. The head's matrix `k_up` converts the `nope_dim` elements to a query for
+    the latent row. The head's matrix `v_up` converts the weighted sum of the latent rows to `value_dim` elements.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation. `interleaved`: rotated pairs are
     neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `q_rank`: the size of the row from
@@ -767,7 +770,7 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> list[CachedSpec]:
-        """The mixers of the layers with a KV cache."""
+        """The mixers with a KV cache, in the order of the layers."""
         return [mixer for layer in self.layers if (mixer := layer.cached) is not None]
 
     @property
@@ -778,7 +781,7 @@ class DecoderSpec:
 
     @property
     def recurrent(self) -> list[RecurrentSpec]:
-        """The mixers of the layers with a recurrent state."""
+        """The mixers with a recurrent state, in the order of the layers."""
         return [mixer for layer in self.layers if (mixer := layer.recurrent) is not None]
 
     @cached_property

@@ -213,7 +213,7 @@ class Stack:
         self.matrix.copy_(source.matrix if isinstance(source, Stack) else self._flat(source))
 
     def put_quantized(self, expert: int, source: Quantized) -> None:
-        """Store the quantized matrix of an expert, with its rows in the order of a checkpoint's tensor."""
+        """Store the quantized matrix of an expert. The rows of `source` are in the order of the checkpoint's tensor."""
         if self.layout.in_turn:
             source = join([source.rows(slice(first, None, 2)) for first in range(2)], 0)
         rows = self.own_shape[1]

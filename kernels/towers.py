@@ -159,7 +159,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TowerParts:
-    """The parts of a tower: each is a `Part` or a `RunPart`. `table`: learned positions, or None. `deepstack`: the
+    """The parts of a tower: each is a `Part`, a `RunPart`, or, in a trainer, a `_TrainedPart`.
+    `table`: learned positions, or None. `deepstack`: the
     mergers of the layers in `TowerSpec.deepstack`.
     """
 

@@ -107,7 +107,7 @@ _NOISE = ("attention_dropout", "residual_dropout", "resid_pdrop", "router_jitter
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
 """question(ops, hidden, weight): compute what the head returns instead of logits, from hidden states [M, H] and the
-head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
+head's weight [V, H]. The float32 tensors of an answer go through `_sealed`, so that no wrapper casts them.
 """
 
 

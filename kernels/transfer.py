@@ -44,8 +44,8 @@ def stream_beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Return the stream for copies to the GPU with this index, the same stream on each call. Torch reuses freed memory
-    only on the stream for which the memory was allocated.
+    """Return the stream for copies to the GPU with this index. Each call returns the same stream, because torch reuses
+    freed memory only on the stream for which the memory was allocated.
     """
     return torch.cuda.Stream(index)
 

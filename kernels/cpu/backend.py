@@ -169,10 +169,10 @@ Stored: TypeAlias = PackedWeight | QuantizedWeight
 
 class PackedLayers(tuple[Layer, ...]):
     """Layers, with the storage of each tensor and the tensor's offset in that storage. Tensors may share a storage.
-    `numbers`: an array of `LayerNumbers` (native/api.h). `width`: the row width of all buffers between a layer's steps,
-    except the last buffer, which receives the result. `starts`: the offset of each buffer's row, if the rows of all
-    buffers were joined in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta
-    net.
+    `numbers`: an array of `LayerNumbers` (native/api.h). The steps of a layer write to buffers, and the last buffer
+    receives the result. `width`: the sum of the row widths of all other buffers. `starts`: for each of these other
+    buffers, the sum of the row widths of the buffers that the kernel takes before it. Row widths are rounded up to
+    whole cache lines. `has_states`: whether any layer is a delta net.
 
     The addresses are computed again when a storage's memory was freed and allocated elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels.
@@ -387,7 +387,7 @@ def _place(tensor: Tensor | None) -> tuple[torch.UntypedStorage | None, int]:
 
 
 def _whole_lines(width: int) -> int:
-    """Return the least number of elements of any dtype that is at least `width` and fills whole cache lines."""
+    """Return `width`, rounded up to a number of elements that fills whole cache lines in any dtype."""
     return -(-width // _LINE) * _LINE
 
 
@@ -756,7 +756,8 @@ def _block_size(layers: PackedLayers, memories: Sequence[Memory]) -> int:
 def next_tokens(
     hidden: Tensor, weight: PackedWeight, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = _empty_results(wanted.rows.shape[0], None)  # faster before the head, which displaces the host's caches
+    # Allocating the results before the head is computed is faster, because the head displaces the contents of caches.
+    results = _empty_results(wanted.rows.shape[0], None)
     return _fold(head_sections(hidden, weight, wanted, None, 0, head), results)[:3]
 
 
@@ -823,7 +824,7 @@ def fold_sections(
 
 
 def _fold(found: Sequence[Tensor], results: FoldedHead, edits: _HeadEdits | None = None) -> FoldedHead:
-    """Store what `fold_sections` returns in `results`, and return `results`."""
+    """Compute the result of `fold_sections`, write it to the tensors in `results`, and return `results`."""
     sections, *tops = [each.contiguous() for each in found]
     values, ids = tops or (None, None)
     _, entropy, top_ids, top_logprobs = results.statistics or (None,) * 4

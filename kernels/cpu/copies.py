@@ -1,4 +1,4 @@
-"""Copies of bytes that also hash the bytes and search them for infinities and NaN, in one pass over the memory."""
+"""Functions that copy bytes, and in the same pass over the memory hash the bytes and search for infinities and NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from .library import library_obstacle, load_library
 
 LEAST_BYTES = 241
-"""Fewer bytes are hashed in other ways, which the library does not have."""
+"""XXH3 hashes fewer bytes in other ways, which the library does not have."""
 _WORDS = 2**64
 
 
@@ -21,8 +21,9 @@ def can_copy() -> bool:
 def copy_bytes(source: int, num_bytes: int, target: int, infinity: int) -> tuple[int, bool]:
     """Copy `num_bytes` bytes, at least `LEAST_BYTES`, from the address `source` to the address `target`.
 
-    `infinity`: the bits of infinity, for numbers of 16 bits if it is below 2**16, else for numbers of 32 bits; 0 to
-    check no numbers. Return the 64-bit XXH3 hash of the bytes, and whether all numbers are finite.
+    `infinity`: the bits of infinity in the format of the numbers. If `infinity` is below 2**16, the bytes are numbers
+    of 16 bits, otherwise numbers of 32 bits. If `infinity` is 0, no numbers are checked.
+    Return the 64-bit XXH3 hash of the bytes, and whether all numbers are finite.
     """
     finite = ctypes.c_bool()
     found = load_library().take_bytes(source, num_bytes, infinity, target, ctypes.addressof(finite))

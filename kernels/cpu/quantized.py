@@ -15,7 +15,7 @@ rows that begins at a panel is one contiguous range of the memory. A panel holds
 
 A row therefore takes 1 byte for each column in formats of the kinds `int8` and `e4m3`, and half a byte in `mxfp4`,
 `nvfp4` and `awq`. In addition, a row takes 4 bytes in formats with one scale for each row, 4 bytes for each 128 columns
-in `fp8`, 1 byte for each 32 columns in `mxfp8` and `mxfp4`, 4 bytes and 1 byte for each 16 columns in `nvfp4`, and 3
+in `fp8`, 1 byte for each 32 columns in `mxfp8` and `mxfp4`, 1 byte for each 16 columns plus 4 bytes in `nvfp4`, and 3
 bytes for each 128 columns in `awq`. In the padding, each code stands for the number 0, and each scale is 1.
 """
 
