@@ -118,8 +118,9 @@ class Admission:
         return Rules.of(distribution, sorted(_ending_tokens(distribution, self._info)), self._info.vocab_size)
 
     def _place(self, distribution: Distribution, token_ids: np.ndarray, is_given: bool = False) -> Place | None:
-        """Return the `Place` that `token_ids` reach in the distribution's grammar; None if the distribution has no
-        grammar. Raise the same errors as `Grammars.open`.
+        """Return the `Place` of a sample that begins with `token_ids`, in a text that the distribution's grammar
+        restricts. Return None if the distribution has no grammar. `is_given`: as in `Grammars.open`. Raise the same
+        errors as `Grammars.open`.
         """
         if (grammar := distribution.structured_outputs) is None:
             return None

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Commit:
-    """The weights from one commit until the next commit. Two commits may have the same version of the weights."""
+    """The weights that are in use from one commit until the next commit. Two commits may have the same version of the
+    weights.
+    """
 
     version: int
 
@@ -21,8 +23,8 @@ class Commit:
 class Adapter:
     """A loaded adapter. A later commit under the same name changes this object.
 
-    `commit`: the adapter's last commit. `epoch`: a positive number that differs between all commits of an engine's
-    adapters. KV that was computed in one epoch is never reused in another epoch.
+    `commit`: the adapter's last commit. `epoch`: a positive number. Each commit of any adapter of an engine has a
+    different epoch. KV that was computed in one epoch is never reused in another epoch.
     """
 
     name: str

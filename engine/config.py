@@ -114,10 +114,11 @@ class EngineConfig(BaseModel):
     `pipeline_parallel_size`: the number of stages into which the layers are divided: at most 8, and at most the number
     of layers. Each stage has `tensor_parallel_size` ranks. The bits of samples do not depend on the numbers of ranks
     and stages. `devices`: the devices of the ranks, separated by commas, such as `cuda:0,cuda:1`; a device may have
-    several ranks. If `devices` is None and `device` is `cuda`, each rank has a GPU of its own. If `devices` is None,
-    all ranks share any other `device`, such as `cpu` or `cuda:1`. `exchange`: how ranks exchange tensors. `shared` uses
-    host memory. `group` uses a process group of torch: NCCL on GPUs, gloo on a CPU. With `symmetric`, each GPU reads
-    the memory of the other GPUs. `auto` is `group` if each rank has a GPU of its own, otherwise `shared`.
+    several ranks. If `devices` is None and `device` is `cuda`, each rank has a GPU of its own. If `devices` is None
+    and `device` has another value, such as `cpu` or `cuda:1`, all ranks share this device. `exchange`: how ranks
+    exchange tensors. `shared` uses host memory. `group` uses a process group of torch: NCCL on GPUs, gloo on a CPU.
+    With `symmetric`, each GPU reads the memory of the other GPUs. `auto` is `group` if each rank has a GPU of its own,
+    otherwise `shared`.
 
     `pieces`: tensor parallelism splits some sums; each of these sums is computed in this number of pieces (1, 2, 4 or
     8). A different number of pieces gives samples with different bits. If `pieces` is None, the engine uses the number

@@ -7,13 +7,13 @@ and requests change together. The engine has no locks: a single thread must make
 Guarantees:
 
 - Every accepted request gets exactly one output per sample, or exactly one output if it is a score request. Outputs are
-  returned by `step`, `settle`, `abort`, `commit_weights`, `sleep` and `interrupt`.
+  returned by `step`, `settle`, `abort`, `commit_weights`, `commit_adapter`, `remove_adapter`, `sleep` and `interrupt`.
 - The concatenated deltas of a sample are a bitwise-identical prefix of the sample's output.
-- The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set, dtype
-  and pieces.
+- The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set, dtype,
+  pieces, and the formats in which weights and KV are stored.
 - The output records the version of the weights that produced each token. Each token is computed from KV that was
   computed with the same version of the weights, except the tokens in `SampleOutput.old_kv`.
-- KV of older weights is never published.
+- KV of older weights is never published, which means that it is never added to the index of the prefix cache.
 - The engine computes a prompt once for all samples and requests that share the prompt.
 
 After `step` has raised an exception, the state of the engine is undefined. Discard the engine.
@@ -385,7 +385,7 @@ class Engine:
         found: list[Drafter] = [RepeatsDrafter()] if config.wants_repeats else []
         if loaded.drafts_with_mtp(config):
             found.append(MtpDrafter(self._executor, self._scheduler.running, config.num_drafts))
-        assert found, "with speculative='mtp', `loaded` must be loaded with it"
+        assert found, "with speculative='mtp', `loaded` must have been loaded with 'mtp' or 'auto'"
         return found
 
     def _forget_images(self) -> None:

@@ -276,8 +276,9 @@ class Pipeline:
         return outputs
 
     def _masked(self, chunks: Chunks) -> Chunks:
-        """Find the masks of all draws and scores of a step, and return the chunks with shortened drafts. A draft ends
-        before the first token that the grammar excludes, because an excluded token is never drawn.
+        """Find the masks of allowed tokens for the draws and scores of a step that a grammar restricts, and return the
+        chunks with shortened drafts. A draft ends before the first token that the grammar excludes, because an excluded
+        token is never drawn.
         """
         takers = takers_of(chunks, self._scheduler.running.lanes)
         drafts: dict[int, AnySequence[int]] = dict(chunks.drafts)
@@ -313,8 +314,8 @@ class Pipeline:
             encodings.finish()
 
     def settle(self) -> list[Output]:
-        """Wait for the steps in flight, and return their outputs. All samples and sequences receive their deferred
-        tokens.
+        """Wait for the steps in flight, and return their outputs. Also append all deferred tokens
+        (`scheduling.deferred`) to their samples and sequences.
         """
         outputs = self._drain()
         self._scheduler.running.lanes.deliver_all()
@@ -370,8 +371,9 @@ class Pipeline:
 
     def _bound_records(self) -> list[Output]:
         """End the samples and scores with the most record bytes, until the records of open requests are within their
-        limit. When this method is called, every sample that has ended must already be closed. A score that has ended
-        may still be open, if its columns of this step are not recorded yet; such a score can also end with an error.
+        limit. When this method is called, every sample that has ended must already be closed. A score may still be
+        open although all its tokens are computed, because its columns of this step are not recorded yet. This method
+        may end such a score with an error.
         """
         outputs = list[Output]()
         while (entry := self._ledger.records.take_excess()) is not None:
@@ -494,8 +496,9 @@ class Pipeline:
         return taken, deferred, ended
 
     def _defer(self, takers: Takers, drawn: Drawn) -> np.ndarray:
-        """Defer the draws that nothing but edits reads before the next step, and return which draws are deferred. With
-        drafters, no draw is deferred, because drafters read all tokens before every step.
+        """Defer draws (`scheduling.deferred`), and return which draws are deferred. A draw is deferred only if nothing
+        except the edits of logits reads it before the next step. With drafters, no draw is deferred, because drafters
+        read all tokens before every step.
         """
         decodes, lanes = takers.decodes, self._scheduler.running.lanes
         count = len(decodes)
@@ -531,7 +534,7 @@ class Pipeline:
             self._drafting.record(decodes, counts)
 
     def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:
-        """End the decoding sequence with the index `owner` and its sample, and return the sample's output."""
+        """End a decoding sequence and its sample, and return the sample's output. `owner`: the sequence's index."""
         sample = takers.samples[owner]
         self._leave(sample, takers.decodes.sequences[owner])
         return self._ledger.finish_sample(sample, reason)

@@ -3,9 +3,9 @@
 Owns the meaning and the range of every sampling parameter. Also owns the table of columns. A column is a value recorded
 for each token of a sample, such as the token's log-prob. All code that slices, joins or creates columns, from the
 engine to the front end, uses the table of columns. To add a column, change the table, the fields of outputs, the
-message in `protocol.messages` and its maps in `protocol.codec`, the code that computes the column (`running.sampler`
-and, for the columns that a request gets, `admission`), and `http.records`. Routed experts are not a column, because
-they are also recorded for the tokens of the prompt (`outputs.routes`).
+message in `protocol.messages` and its maps in `protocol.codec`, the code that computes the column (`running.sampler`),
+the code that decides which columns a request gets (`admission`), and `http.records`. Routed experts are not a column,
+because they are also recorded for the tokens of the prompt (`outputs.routes`).
 
 Knows nothing about models, blocks or sockets. Does not import torch, so that clients can use these types without torch.
 """

@@ -35,7 +35,9 @@ T = TypeVar("T")
 
 LONGEST_MATCH = 10
 _KINDS = LONGEST_MATCH + 1
-"""The kinds of guesses: the length of the match, or 0 for an earlier sample with the same seed."""
+"""The number of kinds of guesses. The kind of a guess is the length of the match, or 0 for a guess from an earlier
+sample with the same seed.
+"""
 _MOST_COMPARED = 16
 _LEAST_EQUAL = 4
 """An earlier sample with the same seed is used only if this many of the last tokens are the same in both samples."""
@@ -60,8 +62,8 @@ class Guess(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """Indexed tokens. `links`: for each token, the place of the previous token that follows the same pair of tokens, or
-    -1.
+    """Indexed tokens. `links`: for each token, the place (`PromptIndex`) of the previous token that follows the same
+    pair of tokens, or -1.
 
     `start`: the index of the first token that does not belong to the prompt. `odds`: how often the predictions for this
     text were right. `guess`: the last prediction.

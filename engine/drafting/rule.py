@@ -18,7 +18,9 @@ _MOST_KEPT = 15
 """The median is taken over this many durations, because some steps take much longer when the machine is busy."""
 _STEPS_UNTIL_FORGOTTEN, _STEPS_UNTIL_STALE = 512, 32
 _OPTIMISM = 0.25
-"""An unmeasured row is assumed to cost this share of an average measured row, so that it is tried and then measured."""
+"""The estimate for a step with more rows than any measured step assumes that each further row costs this share of an
+average measured row. The estimate is low, so that the larger step is tried and then measured.
+"""
 _STEPS_IN_VAIN, _STEPS_PER_TRIAL = 16, 16
 _KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
 """The factor by which earlier gains are multiplied after each step, and the gain, in tokens, above which drafting is
@@ -94,7 +96,8 @@ class StepCosts:
 class Pause:
     """The pauses in drafting for one sequence.
 
-    Tokens that were gained earlier count less with each step. Drafting pauses after `_STEPS_IN_VAIN` consecutive steps
+    The gain is the sum of the gains that `record` gets for the steps. The gains of earlier steps count less with each
+    step. Drafting pauses after `_STEPS_IN_VAIN` consecutive steps
     in which the gain is at most `_LEAST_GAIN` tokens. During the pause, the sequence drafts only in every
     `_STEPS_PER_TRIAL`th step. The pause ends with the first of these trial steps after which the gain is above
     `_LEAST_GAIN` tokens. All sequences make their trials in the same steps, so that the steps between trials can be

@@ -32,7 +32,9 @@ MOST_TEMPLATES = 256
 LOAD = Limits()
 """The limits for loading the text of the tokens."""
 AGAIN = ""
-"""The error of a row that refers to a template or a walk that this child does not have."""
+"""The error that `_Masks.compute` returns for a row if this child does not have the row's compiled grammar
+(`Template`) or sample in progress (`Walk`).
+"""
 
 LoadText: TypeAlias = Callable[[], TokenText]
 

@@ -82,7 +82,7 @@ class Place:
     wait: Callable[[], None] | None = None
 
     def next_mask(self) -> np.ndarray:
-        """Return the mask of the next token. Waits for a call of `Grammars.begin`."""
+        """Return the mask of the next token. If `Grammars.begin` has asked for the mask, wait until it arrives."""
         if self.wait is not None:
             self.wait()
         return self.masks[0]
@@ -169,7 +169,8 @@ class Grammars:
 
     def begin(self, places: Sequence[Place]) -> None:
         """For each place, begin to find the mask of the token that comes after all tokens of the place.
-        `Place.next_mask` waits for the mask. If no place asks for its mask, the next call of this object waits.
+        `Place.next_mask` waits for the mask. If `next_mask` is not called, the next search for masks first waits for
+        these masks.
         """
         asked = [_Asked(place, len(place.token_ids), ()) for place in places]
         if len(asked) > self._most_rows:

@@ -6,9 +6,9 @@ A mask depends only on the grammar, the vocabulary and the tokens of the sample 
 
 Guarantees:
 
-- A mask allows exactly the tokens after which the text is still a prefix of some text that the grammar allows. Without
-  `no_forcing`, where the grammar permits only one continuation, llguidance would allow only the tokens into which its
-  own tokenizer splits this continuation.
+- A mask allows exactly the tokens after which the text is still a prefix of some text that the grammar allows. This
+  module therefore sets llguidance's option `no_forcing`. Without this option, if the grammar permits only one
+  continuation, llguidance would allow only the tokens into which its own tokenizer splits this continuation.
 - A grammar that llguidance cannot match exactly raises GrammarError. A matcher that has reached a limit raises
   GrammarError instead of returning a mask. Earlier requests for masks may affect whether a limit is reached, but never
   the bits of a mask.

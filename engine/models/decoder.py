@@ -30,8 +30,8 @@ ROUTES = "routed_experts"
 
 
 def _parts_of_stacks(spec: ExpertsSpec) -> dict[str, tuple[str, ...]]:
-    """For each stack of experts' matrices, return the roles of the parts of one matrix, in the order of the matrix's
-    rows.
+    """A stack holds one matrix of each expert. For each stack, return the roles of the parts that form such a matrix,
+    in the order of the matrix's rows.
     """
     gate_up = ("expert.gate", "expert.up") if spec.gated else ("expert.up",)
     return {"experts.gate_up": gate_up, "experts.down": ("expert.down",)}
@@ -90,8 +90,9 @@ class Decoder:
     """The weights and forward pass of a decoder, or of a rank's part of a decoder. The weights are uninitialized until
     a checkpoint is copied into them.
 
-    `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
-    same dtype unless `dtype` is passed. The calls to `empty` and their order depend only on the spec and the backend.
+    `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device. The tensors
+    must have the same dtype, except those for which the decoder passes a `dtype` to `empty`. The calls to
+    `empty` and their order depend only on the spec and the backend.
     `of_owner`: allocators that replace `empty` for the weights of some owners. `of_name`: allocators that replace
     `empty` and `of_owner` for some weights, by the names of the weights.
     """
@@ -159,7 +160,7 @@ class Decoder:
 
     def _new_matrix(self, held: WeightSpec, rows: int, columns: int, empty: Empty, unit: int | None = None) -> Weight:
         """Return an uninitialized matrix. A quantized matrix takes as much memory as a plain matrix if the backend does
-        not store the format, or if the first column of its part lies inside a group (`Format.group`).
+        not store the format, or if the first column of this rank's part lies inside a group (`Format.group`).
         """
         format = held.format
         if format is None:

@@ -367,9 +367,9 @@ def check_checkpoint(
     The function reads the headers of all files. The function reads values only to compare copies with their originals.
     Only the shapes and dtypes of `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates
     a tensor's name in a file to the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the
-    tensor. `parts`: the parts in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a
-    part in `layout`. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. The
-    result leaves out copies.
+    tensor. `parts`: the parts in which stacks may be stored. A stack may also be stored as MXFP4. A matrix, or a
+    part of a stack, may also be stored in the layout `layout`. `tied`: maps the name of each copy that a checkpoint may
+    have to the name of the original. The result leaves out copies.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
     missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype. Also raise ModelError if a
@@ -401,8 +401,9 @@ def _swapped(folder: Path, found: dict[str, list[_Found]], expected: Mapping[str
     """Return the stacks that a checkpoint has with rows and columns swapped: all stacks with a layout that allows the
     swap, or none.
 
-    Square matrices fit with and without the swap, but the two stacks of a layer are never both square. Raise ModelError
-    if the checkpoint has square stacks only.
+    A stack of square matrices fits with and without the swap. The two stacks of a layer are never both square, so the
+    other stack shows whether rows and columns are swapped. Raise ModelError if the checkpoint has only the square
+    stacks.
     """
     stacks = {name: weight for name, weight in expected.items() if is_stack(weight) and weight.layout.or_transposed}
     shapes = [(tuple(weight.shape), found[name][0].shape) for name, weight in stacks.items() if name in found]

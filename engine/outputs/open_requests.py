@@ -44,13 +44,14 @@ BASES = ("processed", "temperature", "raw")
 class DrawRecord(NamedTuple):
     """How the tokens of one sample are drawn.
 
-    `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
-    `Distribution`. `basis`: the distribution under which log-probs are computed, given as an index into `BASES`.
+    `seed`, `target`, `temperature`: as in `seeds`, `targets` and `temperatures` of `kernels.contract.Wanted`.
+    `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in `Distribution`. `basis`: the distribution under which
+    log-probs are computed, given as an index into `BASES`.
     `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If `num_tops` is -1,
     neither tokens nor the entropy are recorded. `is_special`: whether filters apply, or the most probable tokens or
     targets are recorded. `has_targets`: whether log-probs of given tokens are recorded. `has_mask`: whether the tokens
     that could be drawn are recorded; without filters and edits, recording these tokens needs no computation.
-    `edits_end`: the first position at which no logit is edited. `reads_tokens`: whether the edits depend on the
+    `edits_end`: from this position on, no logit is edited. `reads_tokens`: whether the edits depend on the
     sample's earlier tokens. `end`: the position after the last token that `max_tokens` allows.
     """
 

@@ -63,10 +63,11 @@ class OpenRoutes:
 
 
 class Routes:
-    """The rows of tokens [0, num_rows) of one sequence. Each row takes `row_bytes` bytes. `open_routes` counts them.
+    """The rows of tokens [0, num_rows) of one sequence. Each row takes `row_bytes` bytes. `open_routes` counts the
+    bytes of all rows.
 
-    `fresh`: the first row computed with the weights of the sequence's current chain. Rows before `fresh` are never
-    published.
+    `fresh`: the index of the first row that was computed with the weights of the sequence's current chain
+    (`cache.prefix_cache.Chain`). Rows before `fresh` are never attached to entries of the prefix cache.
     """
 
     def __init__(self, open_routes: OpenRoutes, row_bytes: int, shared: bytes = b"", fresh: int = 0) -> None:

@@ -2,10 +2,10 @@
 
 A matrix has the name of a module, followed by `.weight`. The module has one tensor with the codes, and further tensors
 with scales and zero points. The names of all tensors of a module begin with the module's name. Codes and scales are
-read in the format of the layout (`kernels.quantization`), without any further rounding:
+read in the format of the layout (`kernels.quantization`). Only the second of the following conversions rounds:
 
-- Scales of a lower precision are converted to the dtype of the format's scales. The conversion of a scale must be
-  possible without rounding.
+- Scales of another dtype are converted to the dtype of the format's scales. The conversion of a scale must be possible
+  without rounding.
 - In NVFP4 of compressed-tensors, scales are divided by a stored number. The format in `kernels.quantization` multiplies
   scales by the reciprocal of the stored number, rounded to float32.
 
@@ -64,7 +64,7 @@ class Layout:
     that an element of the tensor `codes` holds, along the tensor's last axis. `others`: the tensors other than `codes`,
     by the names of the fields of `Quantized`. If `Member.read` checks a tensor but does not keep it, the tensor's name
     is not a field of `Quantized`. `left_out`: the suffixes of unused tensors, which serve the quantization of
-    activations.
+    activations, or of keys and values.
     """
 
     format: Format
@@ -99,7 +99,7 @@ class Layout:
         return {"codes": self.codes, **self.others}
 
     def is_left_out(self, name: str) -> bool:
-        """Return whether a tensor is only for the quantization of activations."""
+        """Return whether a tensor serves only the quantization of activations, or of keys and values."""
         return name.rpartition(".")[2] in self.left_out
 
 

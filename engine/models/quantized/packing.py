@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of eight numbers that AutoAWQ packs into a word, number i is in the nibble with this index."""
+"""AutoAWQ packs eight numbers into a word. Number i is in the nibble with the index `_AWQ_PLACES[i]`."""
 
 
 def nibbles(packed: Tensor) -> Tensor:
