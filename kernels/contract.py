@@ -375,16 +375,16 @@ class Edits:
 
     `entries` (uint8 [E, 16]): the edits of single logits, each an `ENTRY` of `kernels.edits`. Request i owns the
     entries [starts[i], starts[i + 1]), in ascending order of their tokens, with at most one entry for a token.
-    `penalties` (float32
-    [M, 3]): as in `RowEdits`. `masked_rows` (int64 [N]), `masks` (int32 [N, ceil(V / MASK_BITS)]): as `rows` and
-    `masks` of `mask_logits`. `targets` (int64 [K]): the tokens for which log-probs are computed. Request i owns the
-    targets [target_starts[i], target_starts[i + 1]). `starts`, `target_starts`: int64 [M + 1].
+    `penalties` (float32 [M, 3]): as in `RowEdits`. `masks` (int32 [N, ceil(V / MASK_BITS)]): as in `mask_logits`.
+    `mask_places` (int64 [M]): the index of each request's mask in `masks`, or -1 for a request without a mask.
+    `targets` (int64 [K]): the tokens for which log-probs are computed. Request i owns the targets [target_starts[i],
+    target_starts[i + 1]). `starts`, `target_starts`: int64 [M + 1].
     """
 
     starts: Tensor
     entries: Tensor
     penalties: Tensor
-    masked_rows: Tensor
+    mask_places: Tensor
     masks: Tensor
     target_starts: Tensor
     targets: Tensor
@@ -963,17 +963,23 @@ class EditingBackend(Backend, Protocol):
     tokens filters keep.
     """
 
+    def prepare_edits(self, edits: Edits) -> Any:
+        """Return the edits in the form that `edited_tokens` takes. The host prepares them faster before the layers than
+        afterwards.
+        """
+        ...
+
     def edited_tokens(
         self,
         hidden: Tensor,
         weight: Weight,
         wanted: Wanted,
-        edits: Edits,
+        edits: Any,
         k: int | None,
         head: HeadSpec = PLAIN_HEAD,
     ) -> tuple[FoldedHead, Tensor]:
         """Return the results of `next_tokens`, or of `next_token_statistics` if `k` is not None, for edited logits, and
-        the log-probs of `Edits.targets` (float32 [K]).
+        the log-probs of `Edits.targets` (float32 [K]). `edits`: the result of `prepare_edits`.
 
         The op fuses `lm_head`, the edits, division by the temperature, the choice of a token, `log_probs` and
         `token_statistics`. In rows with `Wanted.raw`, log-probs are computed from the edited logits, before they are

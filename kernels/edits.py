@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +41,7 @@ ENTRY = np.dtype([("token_id", "i4"), ("count", "i4"), ("bias", "f4"), ("ends", 
 # An entry as int32 numbers: their number, the places of the count and of the flags, and the flag `occurs`.
 _NUMBERS, _COUNT, _FLAGS = 4, 1, 3
 _OCCURS = int(np.frombuffer(np.array((0, 0, 0, False, True), ENTRY).tobytes(), np.int32)[_FLAGS])
+_FIRST = array("i", (0, 1, 0, _OCCURS))  # the entry of token 0 that has occurred once in the sample
 
 
 class Edited(Protocol):
@@ -211,6 +212,8 @@ class Editor:
     `num_new`: how many tokens of the sample count for `min_tokens`.
     """
 
+    __slots__ = "_num_new", "_reach", "_table", "_tail", "rules"
+
     def __init__(self, rules: Rules, prompt: np.ndarray, sample: np.ndarray, num_new: int = 0) -> None:
         self.rules = rules
         self._num_new = num_new
@@ -226,14 +229,10 @@ class Editor:
         if self._table is not None:
             self._table.count(token)
 
-    def row(self, mask: np.ndarray | None = None, num_unseen: int = 0) -> RowEdits:
-        """Return the edits of the next token. Later changes to the editor do not affect the returned edits. `mask`: the
-        grammar's mask of the next token (`RowEdits.mask`), if the rules have a grammar.
+    def row(self, num_unseen: int = 0) -> RowEdits:
+        """Return the edits of the next token, without the mask of a grammar. Later changes to the editor do not affect
+        the returned edits. `num_unseen`: the number of the sample's tokens that the editor has not received yet.
         """
-        row = self._row(num_unseen)
-        return row if mask is None else _masked(row, mask)
-
-    def _row(self, num_unseen: int) -> RowEdits:
         rules, is_short = self.rules, self._num_new + num_unseen < self.rules.min_tokens
         if self._table is None and not rules.bad:
             return rules.while_short if is_short else rules.afterwards
@@ -246,10 +245,10 @@ class Editor:
         bans = np.isin(entries["token_id"], completed)
         return rules.row(entries, bans | entries["ends"] if is_short else bans)
 
-    def rows(self, following: Sequence[int], masks: np.ndarray | None = None) -> list[RowEdits]:
+    def rows(self, following: Sequence[int], masks: Iterable[np.ndarray] | None = None) -> list[RowEdits]:
         """Return the edits of the next token, and of the token after each of the `following` tokens. The editor does
-        not change. `masks`: if the rules have a grammar, the grammar's mask (`RowEdits.mask`) for each of the n
-        returned edits, int32 [n, ceil(V / 32)].
+        not change. `masks`: if the rules have a grammar, the grammar's mask (`RowEdits.mask`) for each of the returned
+        edits.
         """
         rows = [self.row()]
         if following:
@@ -308,6 +307,8 @@ class _Table:
     several times as long as `array` to change a number.
     """
 
+    __slots__ = "_ids", "_numbers"
+
     def __init__(self, named: np.ndarray, prompt: np.ndarray, sample: np.ndarray) -> None:
         others = np.setdiff1d(np.concatenate((prompt, sample)), named["token_id"])
         entries = np.concatenate((named, np.zeros(len(others), ENTRY)))
@@ -329,7 +330,8 @@ class _Table:
         first = place * _NUMBERS
         if place == len(ids) or ids[place] != token:
             ids.insert(place, token)
-            numbers[first:first] = array("i", (token, 1, 0, _OCCURS))
+            numbers[first:first] = _FIRST
+            numbers[first] = token
         else:
             numbers[first + _COUNT] += 1
             numbers[first + _FLAGS] |= _OCCURS
@@ -419,9 +421,11 @@ class _Entries(NamedTuple):
         return torch.where(self.occurs, slope, 1.0)
 
 
-def packed_edits(rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray], count: int, vocab_size: int) -> Edits:
-    """Return the edits and the targets (int64 [K]) of `count` requests as tensors. The keys of `rows` and of `targets`
-    are indices of requests.
+def edits_packer(
+    rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray], count: int, vocab_size: int
+) -> Callable[[], Edits]:
+    """Pack the edits and the targets (int64 [K]) of `count` requests, except the masks. Return a function that waits
+    for the masks of grammars, and returns all as tensors. The keys of `rows` and of `targets` are indices of requests.
     """
     sizes, num_targets, penalties = np.zeros(count, np.int64), np.zeros(count, np.int64), np.tile(_NONE, (count, 1))
     if rows:
@@ -429,18 +433,28 @@ def packed_edits(rows: Mapping[int, RowEdits], targets: Mapping[int, np.ndarray]
         penalties[[*rows]] = _joined([each.penalties for each in rows.values()], np.float32).reshape(-1, len(_NONE))
     if targets:
         num_targets[[*targets]] = [len(ids) for ids in targets.values()]
-    masks = _masks_of(rows)
     in_order = [rows[row].content for row in sorted(rows)]
-    columns = (
-        _starts(sizes),
-        _joined(in_order, np.uint8).reshape(-1, ENTRY.itemsize),
-        penalties,
-        np.array([*masks], np.int64),
-        _joined([*masks.values()], np.int32).reshape(len(masks), -(-vocab_size // MASK_BITS)),
-        _starts(num_targets),
-        _joined([targets[row] for row in sorted(targets)], np.int64),
-    )
-    return Edits(*map(torch.from_numpy, columns))
+    entries = _joined(in_order, np.uint8).reshape(-1, ENTRY.itemsize)
+    of_rows = [*map(torch.from_numpy, (_starts(sizes), entries, penalties))]
+    ids = _joined([targets[row] for row in sorted(targets)], np.int64)
+    of_targets = [*map(torch.from_numpy, (_starts(num_targets), ids))]
+
+    def finish() -> Edits:
+        return Edits(*of_rows, *map(torch.from_numpy, _packed_masks(rows, count, vocab_size)), *of_targets)
+
+    return finish
+
+
+def _packed_masks(rows: Mapping[int, RowEdits], count: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `mask_places` and `masks` of `Edits`. Rows that share an array share a mask. Waits for the masks of
+    grammars.
+    """
+    masks, places = _masks_of(rows), np.full(count, -1, np.int64)
+    distinct = {id(mask): mask for mask in masks.values()}
+    if masks:
+        numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+        places[[*masks]] = [numbers[id(mask)] for mask in masks.values()]
+    return places, _joined([*distinct.values()], np.int32).reshape(len(distinct), -(-vocab_size // MASK_BITS))
 
 
 def _masks_of(rows: Mapping[int, RowEdits]) -> dict[int, np.ndarray]:

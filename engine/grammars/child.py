@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +19,6 @@ from socket import socket
 from typing import Any, TypeAlias
 
 import msgpack
-import numpy as np
 
 from trueroll.errors import said
 
@@ -134,33 +134,45 @@ class _Masks:
                 self._templates.popitem(last=False)
         return found
 
-    def compute(self, ended: list[int], rows: list[list[Any]]) -> list[tuple[int, bytes, str | None]]:
-        """For each row, return the number of the row's `following` tokens that the grammar accepts, the masks, and an
-        error or None. `ended`: walks to forget. `rows`: the arguments of `_row`.
+    def compute(self, ended: list[int], rows: list[list[Any]]) -> tuple[list[tuple[list[int], str | None]], bytes]:
+        """Return two values: for each row, the indices of the row's masks and an error or None; and the content of all
+        masks. Equal masks have the same index: samples of a grammar often have the same mask, and a mask of a large
+        vocabulary has many bytes. `ended`: walks to forget. `rows`: the arguments of `_row`.
         """
         for walk in ended:
             self._walks.pop(walk, None)
-        return [self._row(*row) for row in rows]
+        masks = dict[bytes, int]()
+        return [self._row(masks, *row) for row in rows], b"".join(masks)
 
     def _row(
-        self, walk: int, number: int, lark: str | None, ending: list[int], start: int, new: bytes, following: bytes
-    ) -> tuple[int, bytes, str | None]:
+        self,
+        known: dict[bytes, int],
+        walk: int,
+        number: int,
+        lark: str | None,
+        ending: list[int],
+        start: int,
+        new: bytes,
+        following: bytes,
+    ) -> tuple[list[int], str | None]:
         """Append the tokens `new` to a walk that has `start` tokens, and compute the masks of the next token and of the
-        token after each of the `following` tokens. If `start` is 0, begin a new walk.
+        token after each of the `following` tokens, up to the first token that the grammar excludes. If `start` is 0,
+        begin a new walk. Return the indices of the masks in `known`, and an error or None.
 
-        `number`, `lark`: as in `_template`. `ending`: the tokens that end the sample. `new`, `following`: int32 arrays.
+        `known`: maps the content of masks to their indices; new masks are added. `number`, `lark`: as in `_template`.
+        `ending`: the tokens that end the sample. `new`, `following`: int32 arrays.
         """
         try:
             if start == 0 and (template := self._template(number, lark)) is not None:
                 self._walks[walk] = Walk(template, ending)
             current = self._walks.get(walk)
             if current is None or current.num_tokens != start:
-                return 0, b"", AGAIN
-            tokens = np.frombuffer(new, np.int32).tolist()
+                return [], AGAIN
+            tokens = array("i", new)
             if (count := current.append(tokens)) < len(tokens):
                 raise GrammarError(f"the grammar excludes token {tokens[count]} at index {start + count} of the sample")
-            masks = current.masks(np.frombuffer(following, np.int32).tolist())
-            return len(masks) - 1, masks.tobytes(), None
+            masks = current.masks(array("i", following))
+            return [known.setdefault(mask.tobytes(), len(known)) for mask in masks], None
         except GrammarError as error:
             self._walks.pop(walk, None)
-            return 0, b"", str(error)
+            return [], str(error)

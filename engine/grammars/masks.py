@@ -66,17 +66,18 @@ class Prepared:
 class Place:
     """How far a sample, or the tokens of a score, have progressed in a text that a grammar restricts.
 
-    `token_ids`: the tokens since the beginning of the text. `masks` (int32 [n + 1, ceil(V / 32)]): the masks that the
-    last call of `fill` or `fill_given` found. `error`: the reason why masks cannot be found, or None. After an error,
-    `masks` allow no token. `num_told`: the number of tokens that the child process for masks has received. `wait`:
-    waits for the call that finds `masks`; None if no call is in flight.
+    `token_ids`: the tokens since the beginning of the text. `masks` (each int32 [ceil(V / 32)]): the masks that the
+    last call of `fill`, `begin` or `fill_given` found. Places with equal masks may share an array. `error`: the reason
+    why masks cannot be found, or None. After an error, `masks` allow no token. `num_told`: the number of tokens that
+    the child process for masks has received. `wait`: waits for the call that finds `masks`; None if no call is in
+    flight.
     """
 
     number: int
     ending_token_ids: list[int]
     token_ids: array[int]
     known: Prepared
-    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    masks: list[np.ndarray] = field(default_factory=list)
     error: str | None = None
     num_told: int = 0
     wait: Callable[[], None] | None = None
@@ -196,8 +197,8 @@ class Grammars:
         rows, found = self._most_rows, list[np.ndarray]()
         for start in range(first, end, rows):
             self._fill_or_fail([_Asked(place, start, place.token_ids[start : min(start + rows, end) - 1])])
-            found.append(place.masks)
-        place.masks = np.concatenate(found)
+            found += place.masks
+        place.masks = found
 
     def close(self) -> None:
         """End the child processes. No call may follow. If `prepare` is running in another thread, that call of
@@ -208,6 +209,10 @@ class Grammars:
             for child in (self._trial, self._child, self._spare):
                 if child is not None:
                     child.end()
+
+    @property
+    def _num_words(self) -> int:
+        return -(-self._vocab_size // MASK_BITS)
 
     @property
     def _most_rows(self) -> int:
@@ -256,7 +261,7 @@ class Grammars:
         if self._unread is not None:
             self._unread()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
-        answer = self._begin_call(rows, _num_masks(asked), is_alone) if rows else lambda: ([], None)
+        answer = self._begin_call(rows, _num_masks(asked), is_alone) if rows else lambda: (([], b""), None)
 
         def finish() -> tuple[list[_Asked], str | None]:
             results, error = answer()
@@ -264,20 +269,21 @@ class Grammars:
 
         return finish
 
-    def _put(self, asked: list[_Asked], results: Sequence[Any]) -> list[_Asked]:
-        """Store the results of a call in the places. Return the entries of `asked` that the child did not know."""
-        left, found = list[_Asked](), iter(results)
+    def _put(self, asked: list[_Asked], results: Any) -> list[_Asked]:
+        """Store the result of a call in the places. Return the entries of `asked` that the child did not know."""
+        (rows, content), left = results, list[_Asked]()
+        masks, found = [*np.frombuffer(content, np.int32).reshape(-1, self._num_words)], iter(rows)
         for each in asked:
             if each.place.error is not None:
                 self._fail(each, each.place.error)
                 continue
-            accepted, masks, fault = next(found)
+            places, fault = next(found)
             if fault == AGAIN:
                 left.append(each)
             elif fault is not None:
                 self._fail(each, fault)
             else:
-                each.place.masks = np.frombuffer(masks, np.int32).reshape(accepted + 1, -1)
+                each.place.masks = [masks[place] for place in places]
                 each.place.num_told = each.num_tokens
         return left
 
@@ -297,7 +303,7 @@ class Grammars:
     def _fail(self, asked: _Asked, fault: str) -> None:
         """Set the error of a place, and give the place masks that allow no token."""
         asked.place.error = fault
-        asked.place.masks = np.zeros((len(asked.following) + 1, -(-self._vocab_size // MASK_BITS)), np.int32)
+        asked.place.masks = [np.zeros(self._num_words, np.int32)] * (len(asked.following) + 1)
 
     def _remember(self, grammar: Grammar, known: Prepared) -> None:
         self._known[grammar] = self._latest[grammar] = known
@@ -392,10 +398,10 @@ def _row(asked: _Asked, is_alone: bool) -> tuple[Any, ...]:
     place, num_tokens, following = asked
     if place.num_told > num_tokens:
         place.num_told = 0  # given tokens are computed again
-    new = np.array(place.token_ids[place.num_told : num_tokens], np.int32).tobytes()
-    known, after = place.known, np.array(following, np.int32).tobytes()
-    lark = known.lark if is_alone else None
-    return place.number, known.number, lark, place.ending_token_ids, place.num_told, new, after
+    new = place.token_ids[place.num_told : num_tokens].tobytes()
+    after = array("i", following).tobytes() if following else b""
+    lark = place.known.lark if is_alone else None
+    return place.number, place.known.number, lark, place.ending_token_ids, place.num_told, new, after
 
 
 def _num_masks(asked: Sequence[_Asked]) -> int:

@@ -8,7 +8,6 @@ parameters, seed and position. Only `Drawing.wait` synchronizes the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import SAMPLE, Backend, EditingBackend, TokenStatistics, Wanted, Weight
-from ...kernels.edits import edit_, packed_edits
+from ...kernels.edits import edit_, edits_packer
 from ...kernels.specs import HeadSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
@@ -251,12 +250,13 @@ class Sampler:
         statistics that need no stored logits, draws that need stored logits, and other draws.
         """
         records = draws.records
-        is_stored = records["has_filters"] | records["has_targets"] | draws.is_edited
-        if self._editing is not None:
+        if self._editing is None:
+            is_stored = records["has_filters"] | records["has_targets"] | draws.is_edited
+        else:
             # If the basis of the log-probs is not `processed`, the logits before and after edits are needed. To record
             # a kept set, the edited logits are needed.
             keeps = (records["basis"] != BASES.index("processed")) | records["has_mask"]
-            is_stored = records["has_filters"] | (draws.is_edited & keeps)
+            is_stored = records["has_filters"] | (draws.is_edited & keeps if keeps.any() else keeps)
         has_statistics = ~is_stored & (records["num_tops"] >= 0)
         groups = has_statistics, is_stored, ~is_stored & ~has_statistics
         whole, processed, plain = map(np.flatnonzero, groups)
@@ -272,13 +272,13 @@ class Sampler:
         wanted = make_wanted(own, device)
         if own.edits or own.targets:
             assert self._editing is not None
-            op = self._editing.edited_tokens
-            pack = partial(packed_edits, own.edits, own.targets, len(own), head.shape[0])
+            op, prepare = self._editing.edited_tokens, self._editing.prepare_edits
+            pack = edits_packer(own.edits, own.targets, len(own), head.shape[0])
             waits = any(each.await_mask is not None for each in own.edits.values())
-            packed = None if waits else pack()  # masks of grammars arrive while the layers are computed
+            packed = None if waits else prepare(pack())  # masks of grammars arrive while the layers are computed
 
             def draw_edited(hidden: Tensor) -> _Part:
-                found, of_targets = op(hidden, head, wanted, packed or pack(), k, self.spec)
+                found, of_targets = op(hidden, head, wanted, packed or prepare(pack()), k, self.spec)
                 targets = _cut_targets(own.targets, of_targets) if own.targets else []
                 return _Part(places, found[:3], found.statistics, targets)
 

@@ -353,7 +353,7 @@ def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:
     request = score.request
     first = min(max(chunk.start + 1, request.start), chunk.end + 1)
     token_ids = request.token_ids[first : chunk.end + 1].astype(np.int64)
-    masks = None if score.place is None or not len(token_ids) else score.place.masks
+    masks = None if score.place is None or not len(token_ids) else np.stack(score.place.masks)
     text = score.rules and EditedText(score.rules, request.token_ids[: chunk.end + 1], request.start, masks)
     rows, targets = (end - len(token_ids), end), request.target_token_ids
     if targets is not None:

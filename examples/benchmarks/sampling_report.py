@@ -1,15 +1,17 @@
 """Measure the cost of sampling parameters and records: `python examples/benchmarks/sampling_report.py [THREADS]`.
 
-Several engines share a small model with random weights and a vocabulary of 32,768 tokens. Each engine decodes 64
-samples, with sampling parameters that differ from engine to engine. The engines take turns. In each turn, an engine
-makes two steps: the first one fills the caches with the engine's memory, and the second one is measured. The load of
-the machine therefore affects all engines equally. The table shows the ratio of an engine's time for a step to the time
-for the same step of another engine, which the column `of` names. It has the median of this ratio over all turns, and
-the range of the middle half of all turns. The row "plain, again" has the same parameters as "plain", and shows what the
-ratios are worth. Random weights give flat distributions, of which `top_p` 0.9 keeps 20,000 tokens. A low temperature
-gives steep distributions, as a trained model does: `top_p` 0.9 then keeps a few tens of tokens. THREADS: number of
-threads of the kernels, by default as in a worker. Run the report on an otherwise idle machine. On a busy
-machine, the CPU times with one thread are more reliable than the other times.
+Several engines share a model with random weights and a vocabulary of 32,768 tokens. The layers have the sizes of
+SmolLM2-135M's layers, because the cost of sampling is only meaningful relative to a step of a model that users train.
+Each engine decodes 64 samples, with sampling parameters that differ from engine to engine. The engines take turns. In
+each turn, an engine makes two steps: the first one fills the caches with the engine's memory, and the second one is
+measured. The load of the machine therefore affects all engines equally. The table shows the ratio of an engine's time
+for a step to the time for the same step of another engine, which the column `of` names. It has the median of this ratio
+over all turns, and the range of the middle half of all turns. The row "plain, again" has the same parameters as
+"plain", and shows what the ratios are worth. Random weights give flat distributions, of which `top_p` 0.9 keeps 20,000
+tokens. A low temperature gives steep distributions, as a trained model does: `top_p` 0.9 then keeps a few tens of
+tokens. THREADS: number of threads of the kernels, by default as in a worker. Run the report on an otherwise idle
+machine; it takes two to three minutes. On a busy machine, the CPU times with one thread are more reliable than the
+other times.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.engine.running.loading import load_dummy
 
-VOCAB, HIDDEN, LAYERS = 32_768, 1024, 4
+VOCAB, HIDDEN, LAYERS = 32_768, 576, 30
 SAMPLES, GROUP, PROMPT, STEPS = 64, 8, 128, 60
 STEEP = 0.2
 PENALTIES = dict(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
@@ -77,10 +79,10 @@ def engines(num_threads: int | None) -> Iterator[Engine]:
         architectures=["LlamaForCausalLM"],
         model_type="llama",
         hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
+        intermediate_size=1536,
         num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 64,
-        num_key_value_heads=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
         head_dim=64,
         vocab_size=VOCAB,
         max_position_embeddings=1024,

@@ -768,29 +768,31 @@ def next_token_statistics(
     return token_ids, cast(TokenStatistics, found), finite
 
 
-def edited_tokens(
-    hidden: Tensor, weight: PackedWeight, wanted: Wanted, edits: Edits, k: int | None, head: HeadSpec = PLAIN_HEAD
-) -> tuple[FoldedHead, Tensor]:
-    given = _HeadEdits(edits)
-    sections = head_sections(hidden, weight, wanted, k, 0, head, given)
-    return fold_sections(sections, wanted, k, given), given.target_logprobs
-
-
-class _HeadEdits:
+class HeadEdits:
     """The values of `HeadEdits` in native/api.h. The values are valid as long as this object lives. `address`: of the
-    values. `target_logprobs`: float32 [K], receives the log-probs of the targets.
+    values. `num_targets`: K.
     """
 
     def __init__(self, edits: Edits) -> None:
-        self.target_logprobs = torch.empty(len(edits.targets), dtype=torch.float32)
-        columns = edits.starts, edits.entries, edits.penalties, edits.masked_rows, edits.masks
-        targets = edits.target_starts, edits.targets, torch.empty_like(self.target_logprobs)
+        self.num_targets = len(edits.targets)
+        columns = edits.starts, edits.entries, edits.penalties, edits.mask_places, edits.masks
+        targets = edits.target_starts, edits.targets, torch.empty(self.num_targets, dtype=torch.float32)
         self._tensors = *columns, *targets
         assert all(column.is_contiguous() for column in self._tensors)
         pointers = [column.data_ptr() for column in self._tensors]
-        sizes = edits.masks.shape
-        self._values = array("q", [*pointers[:4], sizes[0], pointers[4], sizes[1], *pointers[5:]])
+        self._values = array("q", [*pointers[:5], edits.masks.shape[1], *pointers[5:]])
         self.address = _address(self._values)
+
+
+prepare_edits = HeadEdits
+
+
+def edited_tokens(
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, edits: HeadEdits, k: int | None, head: HeadSpec = PLAIN_HEAD
+) -> tuple[FoldedHead, Tensor]:
+    results, of_targets = _empty_results(wanted.rows.shape[0], k), torch.empty(edits.num_targets, dtype=torch.float32)
+    sections = head_sections(hidden, weight, wanted, k, 0, head, edits)
+    return _fold(sections, results, edits, of_targets), of_targets
 
 
 def head_sections(
@@ -800,7 +802,7 @@ def head_sections(
     k: int | None,
     first: int,
     head: HeadSpec = PLAIN_HEAD,
-    edits: _HeadEdits | None = None,
+    edits: HeadEdits | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the `SectionResult`s (native/api.h) as uint8 [M, sections, 32], and the top logits and their ids."""
     hidden, count, (rows, columns) = hidden.contiguous(), wanted.rows.shape[0], weight.shape
@@ -817,14 +819,16 @@ def head_sections(
     return (sections,) if k is None else (sections, *cast(tuple[Tensor, Tensor], tops))
 
 
-def fold_sections(
-    found: Sequence[Tensor], wanted: Wanted, k: int | None, edits: _HeadEdits | None = None
+def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
+    return _fold(found, _empty_results(found[0].shape[0], k))
+
+
+def _fold(
+    found: Sequence[Tensor], results: FoldedHead, edits: HeadEdits | None = None, of_targets: Tensor | None = None
 ) -> FoldedHead:
-    return _fold(found, _empty_results(found[0].shape[0], k), edits)
-
-
-def _fold(found: Sequence[Tensor], results: FoldedHead, edits: _HeadEdits | None = None) -> FoldedHead:
-    """Compute the result of `fold_sections`, write it to the tensors in `results`, and return `results`."""
+    """Compute the result of `fold_sections`, write it to the tensors in `results`, and return `results`. If `of_targets`
+    is given, also write the log-probs of the targets of `edits` to it.
+    """
     sections, *tops = [each.contiguous() for each in found]
     values, ids = tops or (None, None)
     _, entropy, top_ids, top_logprobs = results.statistics or (None,) * 4
@@ -833,7 +837,7 @@ def _fold(found: Sequence[Tensor], results: FoldedHead, edits: _HeadEdits | None
         *(0 if values is None else values.shape[1], _pointer(values), _pointer(ids)),
         *map(Tensor.data_ptr, results[:3]),
         *(0 if top_ids is None else top_ids.shape[1], *map(_pointer, (entropy, top_ids, top_logprobs))),
-        *((None, None) if edits is None else (edits.address, edits.target_logprobs.data_ptr())),
+        *(edits and edits.address, _pointer(of_targets)),
     )
     return results
 

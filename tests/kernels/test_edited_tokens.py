@@ -11,7 +11,7 @@ import torch
 
 from trueroll.engine.running.sampler import packed_bits
 from trueroll.kernels.contract import GREEDY, MASK_BITS, SAMPLE, EditingBackend
-from trueroll.kernels.edits import ENTRY, RowEdits, edit, packed_edits
+from trueroll.kernels.edits import ENTRY, RowEdits, edit, edits_packer
 
 from .backends import SERVED, Served, params_of
 from .inputs import randn, same_bits, stored
@@ -54,9 +54,13 @@ def test_edited_tokens_have_the_bits_of_separate_steps(editing: Served, vocab_si
     hidden = randn(ROWS, 33, dtype=editing.dtype)
     asked = wanted(torch.tensor([SAMPLE, GREEDY, vocab_size - 1, 0, vocab_size // 2] * ROWS)[:ROWS])
     rows = dict(changes(vocab_size, [1, 2, 0, 3, 7, 6, 9, 5, 12]))
+    rows[9].mask = rows[2].mask
     random = np.random.default_rng(0)
     targets = {row: random.integers(0, vocab_size, size) for row, size in ((3, 200), (0, 1), (11, 130), (12, 7))}
-    edits = packed_edits(rows, targets, ROWS, vocab_size)
+    packed = edits_packer(rows, targets, ROWS, vocab_size)()
+    num_masked = sum(each.mask is not None for each in rows.values())
+    assert len(packed.masks) < num_masked == int((packed.mask_places >= 0).sum()), "premise: two rows share a mask"
+    edits = ops.prepare_edits(packed)
     logits = edit(ops, ops.lm_head(hidden, weight), rows)
     scaled = logits / asked.temperatures[:, None]
     basis = torch.where(asked.raw[:, None], logits, scaled)
@@ -81,7 +85,7 @@ def test_edited_tokens_have_the_bits_of_separate_steps(editing: Served, vocab_si
 def test_requests_without_edits_and_targets_have_the_bits_of_next_tokens(editing: Served) -> None:
     ops, weight = cast(EditingBackend, editing.ops), stored(editing.ops, randn(700, 64, dtype=editing.dtype, seed=1))
     hidden, asked = randn(4, 64, dtype=editing.dtype), wanted(torch.tensor([SAMPLE, GREEDY, 5, SAMPLE]))
-    found, listed = ops.edited_tokens(hidden, weight, asked, packed_edits({}, {}, 4, 700), None)
+    found, listed = ops.edited_tokens(hidden, weight, asked, ops.prepare_edits(edits_packer({}, {}, 4, 700)()), None)
     assert all(map(same_bits, found[:3], ops.next_tokens(hidden, weight, asked))) and not len(listed)
 
 

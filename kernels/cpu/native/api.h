@@ -145,8 +145,7 @@ struct HeadEdits {
     const int64_t* starts;
     const LogitEdit* entries;
     const float* penalties;
-    const int64_t* masked_rows;
-    int64_t num_masks;
+    const int64_t* mask_places;
     const uint32_t* masks;
     int64_t mask_words;
     const int64_t *target_starts, *targets;

@@ -353,30 +353,39 @@ inline const float* divided(const float* x, long n, float temperature) {
 // The edits of rows. The edits of a row ascend by token, so the edits of a chunk lie side by side.
 struct EditsOfChunks {
     const LogitEdit* entries;
-    const int32_t* bounds;  // [rows, chunks + 1]
-    long chunks;
+    const int32_t* bounds = nullptr;  // [chunks + 1, rows], or null if there are no edits
+    long rows;
 
     // Entries with tokens outside [first, first + chunks * CHUNK) are left out.
     EditsOfChunks(const HeadEdits& given, long rows, long chunks, long first)
-        : entries(given.entries), chunks(chunks) {
-        int32_t* found = scratch<int32_t>(EDIT_BOUNDS, rows * (chunks + 1));
+        : entries(given.entries), rows(rows) {
+        if (given.starts[rows] == 0) return;
+        int32_t* found = scratch<int32_t>(EDIT_BOUNDS, (chunks + 1) * rows);
         parallel(rows, [&](long row) {
             long i = given.starts[row];
             const long end = given.starts[row + 1];
             for (long chunk = 0; chunk <= chunks; ++chunk) {
                 while (i < end && entries[i].token < first + chunk * CHUNK) ++i;
-                found[row * (chunks + 1) + chunk] = static_cast<int32_t>(i);
+                found[chunk * rows + row] = static_cast<int32_t>(i);
             }
         });
         bounds = found;
     }
 
-    // Calls body(edit) for the edits of a chunk and row.
+    // Calls body(edit) for the edits of a chunk and row. Also loads the edits of the next row into the cache, because
+    // they lie far away.
     template <class Body>
     void each(long row, long chunk, const Body& body) const {
-        const int32_t* of_row = bounds + row * (chunks + 1);
-        for (long i = of_row[chunk]; i < of_row[chunk + 1]; ++i) body(entries[i]);
+        if (bounds == nullptr) return;
+        const int32_t* starts = bounds + chunk * rows + row;
+        if (row + 1 < rows) {
+            const LogitEdit *next = entries + starts[1], *end = entries + starts[rows + 1];
+            for (; next < end; next += LINE) __builtin_prefetch(next);
+        }
+        for (long i = starts[0]; i < starts[rows]; ++i) body(entries[i]);
     }
+
+    static constexpr long LINE = 64 / sizeof(LogitEdit);
 };
 
 // A target: where its logit is stored, and the offset of its id in its chunk.
@@ -386,13 +395,14 @@ struct Target {
 
 // The targets of rows, sorted by chunk and then by row, so that the tiles of the head read them in the order of memory.
 struct TargetsOfChunks {
-    const Target* sorted;
-    const int32_t* bounds;  // [chunks, rows + 1]
+    const Target* sorted = nullptr;
+    const int32_t* bounds = nullptr;  // [chunks, rows + 1], or null if there are no targets
     long rows;
 
     // Targets outside [first, first + chunks * CHUNK) are left out.
     TargetsOfChunks(const HeadEdits& given, long rows, long chunks, long first) : rows(rows) {
         const int64_t *starts = given.target_starts, *ids = given.targets;
+        if (starts[rows] == 0) return;
         int32_t* places = scratch<int32_t>(TARGET_BOUNDS, chunks * (rows + 1));
         Target* targets = scratch<Target>(TARGETS, starts[rows]);
         const auto for_targets = [&](long row, const auto& body) {
@@ -426,6 +436,7 @@ struct TargetsOfChunks {
     // Calls body(target) for the targets of a chunk and row.
     template <class Body>
     void each(long row, long chunk, const Body& body) const {
+        if (bounds == nullptr) return;
         const int32_t* of_chunk = bounds + chunk * (rows + 1);
         for (long i = of_chunk[row]; i < of_chunk[row + 1]; ++i) body(sorted[i]);
     }
@@ -451,8 +462,10 @@ struct RowChanges {
     RowChanges(const HeadEdits& given, long rows, long chunks, long first)
         : given(given), edits(given, rows, chunks, first), targets(given, rows, chunks, first),
           masks(scratch<const uint32_t*>(MASKS, rows)) {
-        for (long row = 0; row < rows; ++row) masks[row] = nullptr;
-        for (long i = 0; i < given.num_masks; ++i) masks[given.masked_rows[i]] = given.masks + i * given.mask_words;
+        for (long row = 0; row < rows; ++row) {
+            const int64_t place = given.mask_places[row];
+            masks[row] = place < 0 ? nullptr : given.masks + place * given.mask_words;
+        }
     }
 
     // Edits the n logits of a chunk, which begins at the id `first`.

@@ -259,24 +259,24 @@ struct Run {
     template <class RunHead>
     void edited(long rows, long vocab, const RunHead& run_head) const {
         const size_t count = static_cast<size_t>(rows);
-        std::vector<int64_t> starts(1), target_starts(1), targets, masked;
+        std::vector<int64_t> starts(1), target_starts(1), targets, mask_places;
         std::vector<LogitEdit> entries;
         std::vector<float> penalties;
         for (long row = 0; row < rows; ++row) {
             for (long token = 0; token < vocab; token += row % 3 == 0 ? vocab : row % 3 == 1 ? 1 : 97)
                 if (row % 3) entries.push_back({static_cast<int32_t>(token), static_cast<int32_t>(token % 3), 0.5f, 0, token % 2 == 0});
             for (long i = 0; i < row % 4; ++i) targets.push_back(i % 2 ? vocab - 1 : i);
-            if (row % 2) masked.push_back(row);
+            mask_places.push_back(row % 2 ? row / 2 : -1);
             starts.push_back(static_cast<int64_t>(entries.size()));
             target_starts.push_back(static_cast<int64_t>(targets.size()));
             penalties.insert(penalties.end(), {1.2f, 0.3f, -0.1f});
         }
         const long words = (vocab + 31) / 32;
-        std::vector<uint32_t> masks(masked.size() * static_cast<size_t>(words), 0xFFFF0F71u);
+        std::vector<uint32_t> masks(mask_places.size() / 2 * static_cast<size_t>(words), 0xFFFF0F71u);
         std::vector<float> logits(targets.size()), logprobs(targets.size()), entropies(count);
         const HeadEdits edits = {
-            starts.data(), entries.data(), penalties.data(), masked.data(), static_cast<int64_t>(masked.size()),
-            masks.data(), words, target_starts.data(), targets.data(), logits.data()
+            starts.data(), entries.data(), penalties.data(), mask_places.data(), masks.data(), words,
+            target_starts.data(), targets.data(), logits.data()
         };
         run_head(nullptr, &edits, logprobs.data());
         digest->add(logprobs);
