@@ -826,8 +826,8 @@ def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> Fol
 def _fold(
     found: Sequence[Tensor], results: FoldedHead, edits: HeadEdits | None = None, of_targets: Tensor | None = None
 ) -> FoldedHead:
-    """Compute the result of `fold_sections`, write it to the tensors in `results`, and return `results`. If `of_targets`
-    is given, also write the log-probs of the targets of `edits` to it.
+    """Compute the result of `fold_sections`, write it to the tensors in `results`, and return `results`. If
+    `of_targets` is given, also write the log-probs of the targets of `edits` to it.
     """
     sections, *tops = [each.contiguous() for each in found]
     values, ids = tops or (None, None)
