@@ -86,9 +86,10 @@ class WaitingRoom:
     weights, for their images, or for the preparation of their grammar.
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
-    requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
-    sample is never computed. Later requests may overtake requests that lack images, have a new grammar or wait for
-    newer weights. The waiting room checks requests that wait for newer weights only when the weights may have changed.
+    requests, or the engine. Guarantees: an aborted sample is never computed, and requests leave the waiting room in the
+    order of their arrival, except that later requests may overtake requests that lack images, have a new grammar or
+    wait for newer weights. The waiting room checks requests that wait for newer weights only when the weights may
+    have changed.
     """
 
     def __init__(self) -> None:
@@ -182,8 +183,9 @@ class Abortion(NamedTuple):
     """An abort that was sent to the engine, for one sample or all samples of `entry`.
 
     `call`: the key of the abort call. `message`: the abort call itself. `call` and `message` are None if no client
-    waits for a reply. `ends_successors`: whether the entry had successors when the abort call arrived. If
-    `ends_successors` is True, the abort also ends the successors.
+    waits for a reply. The successors of an entry are submissions that wait for the request of the entry to end.
+    `ends_successors`: whether the entry had successors when the abort call arrived. If `ends_successors` is True, the
+    abort also ends the successors.
     """
 
     entry: Entry
@@ -324,8 +326,8 @@ class RequestBook:
     def lose(self, identity: bytes) -> None:
         """Remove a lost client.
 
-        End each request that has no waiting client left, if the request is `while_connected` or waits for weights. A
-        client that reconnects submits the request again.
+        If a request then has no waiting client left, and the request is `while_connected` or waits for weights, end the
+        request. A client that reconnects submits the request again.
         """
         self.streams.lose(identity)
         self.images.lose(identity)
