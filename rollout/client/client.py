@@ -92,8 +92,8 @@ class Group:
 
     `params`: the sampling parameters that the worker used, including the seed. `prompt_token_ids`: int32
     [num_prompt_tokens], the prompt tokens that the worker used, with a placeholder for each token of an image.
-    `images`: the images that the worker used. A trainer that uses the same tokens and images as the worker gets the
-    same bits as the worker.
+    `images`: the images that the worker used. To get log-probs with the same bits as the worker's log-probs, a trainer
+    must use these tokens and images.
     """
 
     id: str
@@ -448,7 +448,7 @@ class AsyncRolloutClient:
         """Abort requests, or only sample `index` of each request. Return the number of aborted samples.
 
         For an aborted sample, the call that requested the sample returns the tokens so far, with the finish reason
-        `abort`. Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. Before
+        `abort`. Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. Even if
         UnknownRequestError is raised, all other given requests are aborted.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)

@@ -241,11 +241,13 @@ class Line:
         )
 
     def _connect(self) -> None:
-        """Make a socket for a single connection. When the socket is closed, its unsent messages are dropped, because
-        another process at the address must not get these messages.
+        """Make a socket for a single connection. After a disconnect, this object closes the socket and makes a new one.
+        Closing the socket drops its unsent messages, because another process at the address must not get these
+        messages.
 
-        ZMQ reconnects the socket after `RETRY_MS`. If the event loop is blocked for longer than `RETRY_MS` after a
-        disconnect, unsent messages may still reach another process.
+        ZMQ itself would reconnect the old socket `RETRY_MS` after a disconnect. So if the event loop is blocked for
+        longer than `RETRY_MS`, the old socket may reconnect before it is closed, and unsent messages may still reach
+        another process.
         """
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, RETRY_MS)
@@ -319,7 +321,7 @@ class Line:
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
         self._socket.disable_monitor()
-        monitor.close(linger=0)  # the event loop still refers to the monitor
+        monitor.close(linger=0)  # is not garbage-collected, because the event loop still refers to the monitor
         self._socket.close(linger=0)
         self._connect()
 
@@ -329,7 +331,7 @@ NO_IMAGES: Mapping[bytes, ImageInput] = MappingProxyType({})
 
 @dataclass
 class Call:
-    """A pending call. `caller`: the caller id that replies must have; None if the call has no caller id. `replies`: the
+    """A pending call. `caller`: the caller id of the call and of its replies; None if the call has none. `replies`: the
     accepted types of replies, besides deltas. `images`: the images that the worker may ask for, by content hash.
     """
 
@@ -457,8 +459,8 @@ def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
 
 
 def _is_for(call: Call, reply: protocol.FromWorker) -> bool:
-    """Return True if a reply is for this submission of the request, and False if the reply is for an earlier, abandoned
-    submission.
+    """Return whether a reply is for this call. A request may be submitted again with the same id after an earlier
+    submission was abandoned. Replies for the earlier submission have another caller id.
     """
     return _caller_of(reply) in (None, call.caller)
 

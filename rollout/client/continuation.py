@@ -41,8 +41,8 @@ def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
 def continuation(position: int, prompt: bytes, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
     """Return the fields of the request that generates the remaining tokens of `sample`.
 
-    `position`: position of the sample in the call, for error texts. `prompt`: an int32 array. `params`: the parameters
-    of the whole sample. Raise InvalidRequestError if the parameters do not match the sample.
+    `position`: position of the sample in the call, for error texts. `prompt`: the bytes of an int32 array.
+    `params`: the parameters of the whole sample. Raise InvalidRequestError if the parameters do not match the sample.
     """
     num_prior, field = len(sample.token_ids), f"samples[{position}]"
     if params.max_tokens is not None and params.max_tokens <= num_prior:
@@ -108,8 +108,8 @@ def _check_records(field: str, sample: SampleOutput, params: SamplingParams) -> 
 
 
 def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
-    """Join the two parts of a sample. If the last span of the first part and the first span of the second part have the
-    same weight version, merge both spans.
+    """Join the two parts of a sample. The parts have spans of tokens with one weight version each. If the last span of
+    the first part and the first span of the second part have the same weight version, merge both spans.
     """
     return replace(
         first,

@@ -33,8 +33,8 @@ STOP_MARGIN_SECONDS = 10.0
 
 
 class WorkerProcess:
-    """A worker that runs as a child process. `address`: address to connect to. As a context manager, stops the worker
-    on exit.
+    """A worker that runs as a child process. `address`: address for clients. If this object is used as a context
+    manager, it stops the worker on exit.
 
     If this process is forked, the forked process inherits the worker's pipe, so the worker runs until both processes
     have ended.

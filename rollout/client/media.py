@@ -73,10 +73,10 @@ class PromptMaker:
     async def make(self, prompts: Prompts, media: Media, field: str, errors: str = "raise") -> list[Any]:
         """Return a prompt for each element of `prompts`.
 
-        `media`: None, or for each prompt a sequence of its images. The images of a prompt are either all preprocessed
-        (`ImageInput`), or all PIL images or arrays, uint8 [rows, columns, 3]. In the prompt, an image that is not
-        preprocessed has one placeholder. An image object that occurs several times is preprocessed once. `field`: the
-        name of the argument `prompts`, for error texts.
+        `media`: None, or for each prompt a sequence of its images. Either all images of a prompt are preprocessed
+        (`ImageInput`), or none of them. An image that is not preprocessed is a PIL image or an array, uint8 [rows,
+        columns, 3], and has one placeholder in the prompt. An image object that occurs several times is preprocessed
+        once. `field`: the name of the argument `prompts`, for error texts.
 
         If `errors` is `raise`, raise InvalidRequestError for an invalid prompt or image. If `errors` has another value,
         the returned list has the InvalidRequestError in place of the invalid prompt. Raise ConfigError if the worker's
@@ -163,8 +163,8 @@ def _checked_media(media: Any, count: int, field: str) -> list[Sequence[Any]]:
 
 
 def _folder_of(engine: dict[str, Any]) -> str:
-    """Return the folder of the worker's model. Raise ConfigError if the folder is not on this machine, because a model
-    name from a worker must never cause a download.
+    """Return the folder of the worker's model. Raise ConfigError if the folder is not on this machine. The model is not
+    downloaded, because a model name that a worker sends must never cause a download.
     """
     from ...engine.models.files import local_path
 

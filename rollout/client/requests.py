@@ -44,7 +44,7 @@ def generate_requests(
 ) -> list[Any]:
     """Return a message for each prompt. With `errors="return"`, each invalid prompt gets an error instead of a message.
 
-    `demand`: message fields `min_weight_version`, `wait_for_weights`, `while_connected` and optionally
+    `demand`: message fields `min_weight_version`, `wait_for_weights`, `adapter`, `while_connected` and optionally
     `deltas` and `delta_seconds`.
     """
     if errors not in ("raise", "return"):
@@ -75,7 +75,7 @@ def continue_requests(
     demand: dict[str, Any],
 ) -> dict[int, protocol.Generate]:
     """Return a map from the position of each sample that must be continued to the message for this sample. `demand`:
-    `min_weight_version`, `wait_for_weights`.
+    message fields `min_weight_version`, `wait_for_weights` and `adapter`.
     """
     _check_count("samples", "one for each of", len(samples), len(prompts))
     all_params = _one_each(SamplingParams() if params is None else params, len(samples))
@@ -139,7 +139,7 @@ def _targets_to_bytes(target_token_ids: Any, position: int) -> bytes:
 
 def scored_distribution(distribution: Distribution | None, values: dict[str, Any]) -> Distribution:
     """Return the distribution for a score call: `distribution` if given, else a new distribution with `values`. Raise
-    InvalidRequestError if both `distribution` and `values` are given.
+    InvalidRequestError if `distribution` is given and one of `values` differs from its default.
     """
     if distribution is None:
         return Distribution(**values)

@@ -1,9 +1,10 @@
 """An `Ask` is the set of messages that one worker gets for a client's request: either one message for the whole
 request, or one message for each missing sample.
 
-Pure functions and data. A sample depends on its seed and its prompt, but not on the worker. So a missing sample is
-requested as sample 0 of a separate request, with a seed that gives this sample 0 the same random numbers as the missing
-sample. A partial sample is continued: only its remaining tokens are requested.
+Pure functions and data. A missing sample is a sample that was neither delivered nor aborted. A sample depends on its
+seed and its prompt, but not on the worker. So a missing sample can be requested as sample 0 of a separate request. The
+seed of the separate request is chosen so that its sample 0 gets the same random numbers as the missing sample. A
+partial sample is continued: only its remaining tokens are requested.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class AsyncFleetClient(AsyncRolloutClient):
     - `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set, dtype or version
       of torch. With mixed kinds, the bits of a sample depend on its worker. Without `mixed_kinds`, calls raise
       ConfigError if the fleet has workers of different kinds.
-    - `straggler_seconds`: minimum duration of a straggler, a slow request that is also sent to a second worker. A
-      request is a straggler if it takes longer than `straggler_seconds` and, relative to its size, more than three
-      times as long as the slowest recent request. None: no request is sent to a second worker.
+    - `straggler_seconds`: a slow request (a straggler) is also sent to a second worker. A request is a straggler if it
+      has run for longer than `straggler_seconds` and, relative to its size, for more than three times as long as the
+      slowest recent request. None: no request is sent to a second worker.
     - `patience`: maximum number of seconds to wait for a worker that can take a request. After `patience` seconds, the
       call raises WorkerLostError.
     - `while_connected`, `read_only`, `image_processor`, `tracer`: see `AsyncRolloutClient`
@@ -232,7 +232,8 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send a lifecycle call to all current members. Return the state of the least ready worker and the oldest
-        weight version of all workers. Raise the first error of a worker that is neither lost nor exiting.
+        weight version of all workers. Raise WorkerLostError if no worker answers. Errors of lost or exiting workers are
+        ignored. If any other worker raises an error, raise the first such error.
         """
         await self._pool.start()
         self._pool.follow()
@@ -253,8 +254,8 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
         """Call each worker. Return a map from worker names to replies, without the workers that do not answer.
-        `are_serving`: if True, call only serving workers. Raise WorkerLostError if no worker answers. Raise the first
-        error of a worker that is neither lost nor exiting.
+        `are_serving`: if True, call only serving workers. Raise WorkerLostError if no worker answers. Errors of lost or
+        exiting workers are ignored. If any other worker raises an error, raise the first such error.
         """
         await self._pool.start()
         found: dict[str, T] = {}

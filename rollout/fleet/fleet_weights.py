@@ -25,8 +25,8 @@ class FleetWeights:
     """The weights of a fleet.
 
     `file`: the fleet's file; trainers in other processes write push notes beside this file. `fleet`: the members.
-    `noted`: the push with the weights that a joining worker must get if no other worker serves; None means the weights
-    of the checkpoint.
+    `noted`: the recorded push. If no other worker serves, a joining worker must get the weights of this push. None
+    means the weights of the checkpoint.
     """
 
     def __init__(self, folder: WeightFolder, file: Path | None, fleet: Membership, keys: Keys) -> None:
@@ -57,7 +57,9 @@ class FleetWeights:
             version_file(self._file).unlink(missing_ok=True)
 
     async def note_served(self, client: AsyncRolloutClient, version: int | None) -> None:
-        """Record the push that a worker serves, if this push is newer than the recorded push."""
+        """Record the push that a worker serves, if this push is newer than the recorded push. `version`: the weight
+        version in the worker's health report.
+        """
         if not self._is_newer(version):
             return
         num_notes = self._num_notes
@@ -72,7 +74,9 @@ class FleetWeights:
         return (version or 0) > (0 if self.noted is None else self.noted.version)
 
     def are_pushed_to(self, health: protocol.Health) -> bool:
-        """Return whether a waiting worker is receiving a push, or has just received a push."""
+        """Return whether a worker that waits for a push is receiving a push, or already has weights that are at least
+        as new as the recorded push. If no push is recorded, return True. `health`: the health of the waiting worker.
+        """
         is_older = self.noted is not None and (health.weight_version or 0) < max(1, self.noted.version)
         return health.push is not None or health.state == "updating" or not is_older
 

@@ -5,15 +5,15 @@ not own: the choice of a worker, or when an `Ask` is sent (`FleetRequest`).
 
 Guarantees:
 
-- Each sample is delivered once, and its tokens do not depend on the worker.
+- Each sample is delivered once, unless the request is restarted. The tokens of a sample do not depend on the worker.
 - The request gets exactly one terminal reply.
 - If a worker is lost before any sample was delivered, the whole request is sent again, with the same id, to another
   worker. If a worker is lost after a sample was delivered, another worker gets a separate request for each missing
   sample.
 - If a worker exits in the middle of a sample, another worker continues the sample.
 - The weight versions of all tokens differ by at most `max_staleness`. If a push would make the versions differ by more
-  than `max_staleness`, the request is restarted. If the caller has already received a part of the request's samples,
-  the request fails instead of being restarted.
+  than `max_staleness`, the request is restarted. If the caller has already received a part of the request's samples and
+  must not get samples again (`may_repeat` is False), the request fails instead of being restarted.
 - Replies to an `Ask` that is no longer needed are ignored.
 """
 
@@ -120,8 +120,8 @@ class GroupState:
 
     def take(self, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
         """Handle a worker's reply to an `Ask`. `index`: index of a sample that was requested separately; None for the
-        whole request. If the worker is lost or about to exit, an aborted sample is not delivered, and another worker
-        continues the sample.
+        whole request. If a worker that is lost or about to exit aborts a sample on its own, the aborted sample is not
+        delivered, and another worker continues the sample.
         """
         if not self.wants(ask):
             return []
@@ -167,7 +167,7 @@ class GroupState:
         if goes_on:
             return self._samples.cut(ask if ask is self._asks[0] else None, sample)
         replies = self._samples.deliver(ask, sample)
-        # A worker that has sent all samples sends the end next.
+        # If a worker has sent all samples of the request, its next message is the terminal reply.
         if len(self._samples.delivered) < self.n or ask.has_answered_all(self.n):
             return replies
         return replies + self._finish(self._samples.end())

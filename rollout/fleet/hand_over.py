@@ -133,7 +133,7 @@ async def hand_over(
         if noted is None or own.push_id == noted.push_id:
             return True
         is_newer = own.push_id is not None and own.weight_version >= noted.version
-        if is_newer and own.push_id not in folder.bases:  # the trainer that pushed it wrote no push note
+        if is_newer and own.push_id not in folder.bases:  # the trainer that pushed these weights wrote no note
             return True
         return await asyncio.to_thread(_push_noted, joining, noted.push_id, folder, keys)
     theirs = await _weights(peer)

@@ -31,8 +31,9 @@ class HolderIndex:
         return self._newer.keys() | self._older.keys()
 
     def find(self, prompt: Sequence[int]) -> list[Holders]:
-        """Return the holders of each prefix of a prompt, up to the first unknown prefix. A holder of a prefix is also a
-        holder of all shorter prefixes of the prompt.
+        """Return the holders of each prefix of a prompt, up to the first unknown prefix. `prompt`: hashes of all
+        prefixes of the prompt, the shortest prefix first. A holder of a prefix is also a holder of all shorter prefixes
+        of the prompt.
         """
         found = []
         for beginning in prompt:

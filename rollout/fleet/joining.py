@@ -28,8 +28,8 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""Number of refused attempts after which the fleet gives up. The usual cause is a weights folder without free space or
-with invalid content.
+"""Number of refused attempts after which the fleet gives up. A refused attempt is a hand-over that fails for a cause
+that is not transient. The usual cause is a weights folder without free space or with invalid content.
 """
 MOST_FAILURES = 20
 """Number of transient failures after which the fleet gives up. A lost or sleeping peer causes a transient failure."""

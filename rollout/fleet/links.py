@@ -1,4 +1,5 @@
-"""A client's view of the workers of a fleet: the members, with a client and the last health report of each member.
+"""What a fleet's client knows about each worker: the worker's entry in the list of members, a separate client for this
+worker, and the worker's last health report.
 
 Owns: the client of each worker, until the client is disconnected. Does not own: when a worker's health is checked, or
 whether a worker gets requests (`WorkerPool`).

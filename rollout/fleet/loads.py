@@ -13,7 +13,9 @@ import numpy as np
 import xxhash
 
 _MEMORY = 1 - 1 / 64
-"""Decay factor of older measurements at each new measurement. About the last 64 groups determine the speed."""
+"""At each new measurement, the older measurements are multiplied by this factor. So about the last 64 groups determine
+the speed.
+"""
 _PRIOR = 8.0
 """Number of virtual groups that are added to the measurements of each worker. The virtual groups have the fleet's
 average speed, so the speed of a worker with few measurements is close to the average.

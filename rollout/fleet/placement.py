@@ -17,12 +17,12 @@ not change. If more than half of the workers hold a prefix, the prefix is treate
 favors no particular worker.
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
-Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets a group only if
-all workers that are not full must be avoided. If all holders of the longest known prefix are full, holders of shorter
-prefixes are tried. If all holders are full, workers are tried in the order of their ranks. So the prompts that share a
-popular prefix are spread over as many workers as the load of these prompts requires. If a prefix has several holders,
-only a few holders are compared. The least loaded of the compared holders gets the group (the power of two choices:
-Mitzenmacher 2001).
+Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. The caller may exclude workers (the
+argument `avoid`). A full worker gets a group only if all workers that are not full are in `avoid`. If all holders of
+the longest known prefix are full, holders of shorter prefixes are tried. If all holders are full, workers are tried in
+the order of their ranks. So the prompts that share a popular prefix are spread over as many workers as the load of
+these prompts requires. If a prefix has several holders, only a few holders are compared. The least loaded of the
+compared holders gets the group (the power of two choices: Mitzenmacher 2001).
 
 Guarantees:
 
@@ -79,8 +79,9 @@ def beginnings(
 
     The first 16 pieces of a prompt have `PIECE` tokens each. After every 16 pieces, the piece size doubles, so that
     even long prompts have few pieces. For a prompt shorter than one piece, the whole prompt is the only prefix.
-    `prompt_token_ids`: int32 [prompt_len]. Prompts with different cache salts have no common prefix. Two pieces are
-    equal only if the content of `spans` within these pieces is also equal.
+    `prompt_token_ids`: int32 [prompt_len]. Prompts with different cache salts have no common prefix. `spans`: the spans
+    of the prompt that represent other content than text, such as images. Two pieces are equal only if their tokens are
+    equal and the content of the spans within them is also equal.
     """
     content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)

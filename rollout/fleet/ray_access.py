@@ -61,9 +61,9 @@ class LocalAccess:
     def environment(self) -> Iterator[None]:
         """Context manager that sets environment variables for `ray.init` and for the processes that Ray starts.
 
-        By default, Ray gives a local cluster the IP of the machine, and ignores `_node_ip_address`. If multi-machine
-        clusters are disabled, Ray binds its ports to 127.0.0.1 instead. The port for the autoscaler's metrics does not
-        require a token, so the port is set to a number that no process can open.
+        By default, Ray gives a local cluster the IP of the machine, and ignores `_node_ip_address`. So this context
+        manager disables multi-machine clusters in Ray, and Ray then binds its ports to 127.0.0.1. The port for the
+        autoscaler's metrics does not require a token, so the port is set to a number that no process can open.
         """
         from ray._private import ray_constants
 

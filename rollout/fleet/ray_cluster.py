@@ -41,8 +41,9 @@ def _outliving_its_raylet() -> Iterator[None]:
     On import, Ray reads the id of a process from the environment variable `RAY_RAYLET_PID`. When the process with this
     id ends, Ray ends the process that imported Ray. In Ray's own worker processes, `RAY_RAYLET_PID` is the id of the
     raylet. If `RAY_RAYLET_PID` is unset and the parent is process 1, Ray treats the importing process as an orphan, and
-    ends the process together with the process's raylet. Without `RAY_RAYLET_PID`, Ray would treat a fleet as an orphan
-    if a service manager started the fleet. So `RAY_RAYLET_PID` is set to the id of this process.
+    ends the process together with the process's raylet. A service
+    manager is often process 1, so Ray would treat a fleet that a service manager started as an orphan. Therefore
+    `RAY_RAYLET_PID` is set to the id of this process.
     """
     if _RAYLET in os.environ:
         yield
@@ -93,7 +94,7 @@ class Cluster:
         self._lock = threading.Lock()
         # The kernel ends Ray's processes when the thread that started them ends. So Ray is started on a long-lived
         # thread. A call on the main thread starts Ray directly, because Ray can install its SIGTERM handler only on
-        # this thread.
+        # the main thread.
         self._starter = ThreadPoolExecutor(1, "ray")
         self._is_own = not ray.is_initialized()
         if self._is_own:
@@ -187,7 +188,7 @@ class Cluster:
         return not self._is_reconnecting and ray.is_initialized()
 
     def is_alive(self) -> bool:
-        """Return whether the raylet of this process's node is alive. May block."""
+        """Return whether the raylet of this process's node is alive. After `close`, return True. May block."""
         with self._lock:
             return self._is_closed or (ray.is_initialized() and self._has_raylet())
 
@@ -229,8 +230,9 @@ class Cluster:
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Context manager that restores the handler of SIGTERM on exit. Ray makes SIGTERM end the process at once. Python
-    can change signal handlers only in the main thread.
+    """Context manager that restores the handler of SIGTERM on exit. Calls to Ray inside the context may install a
+    handler with which SIGTERM ends the process at once. Python can change signal handlers only in the main thread, so
+    the C function `sigaction` restores the handler.
     """
     libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a C struct sigaction, of unknown size
     libc.sigaction(signal.SIGTERM, None, action)

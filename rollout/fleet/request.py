@@ -94,10 +94,13 @@ class FleetRequest:
         self._attempts: dict[asyncio.Task[None], _Attempt] = {}
         self._patience = patience
         self._patience_ends: float | None = None
-        """Deadline of the wait for a worker, in monotonic seconds; None if a worker has accepted the request."""
+        """Deadline of the wait for a worker, in monotonic seconds. None before the first wait, and None again after a
+        worker has accepted the request.
+        """
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
         salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
-        # The start of an image is enough, because later prefixes contain it and the hash covers the image's size.
+        # The first position of an image is enough, because every longer prefix contains this position, and the content
+        # hash covers the size of the image.
         starts = [ContentSpan(image.start, image.start + 1, image.content_hash) for image in request.images]
         self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, starts or request.spans)
 

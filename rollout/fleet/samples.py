@@ -39,12 +39,13 @@ class Samples:
         is_one = isinstance(request, protocol.Generate) and request.params.one_version
         self._max_staleness = 0 if is_one else max_staleness
         self._versions: tuple[int, int] | None = None
-        # By sample index: the source and the number of the tokens delivered in deltas. The source is an `Ask`, or None
-        # for the stored part or the whole sample.
+        # For each sample index, a pair: where the tokens that were delivered in deltas came from, and how many tokens
+        # were delivered. The tokens came from an `Ask`; None means a stored partial sample or a whole sample.
         self._shown: dict[int, tuple[Ask | None, int]] = {}
 
     def accept(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None) -> bool:
-        """Record the weight versions of a sample and of `prior`, the sample's tokens that an earlier worker generated.
+        """Record the weight versions of a sample, including its part `prior`. `spans`: the `weight_versions` of the
+        worker's reply. `prior`: the part of the sample that an earlier worker generated; None if there is no such part.
         If any two recorded versions would differ by more than `max_staleness`, record nothing and return False.
         """
         versions = [version for version, _, _ in spans] + [*(self._versions or ())]

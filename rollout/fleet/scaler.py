@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .ray_cluster import Cluster
 
 SETTLE_SECONDS = 0.5
-"""Seconds that clients have to notice that a worker is leaving."""
+"""Time in which clients can notice that a worker is leaving. After this time, the fleet checks whether the worker has
+finished its requests.
+"""
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ because the request may be the cause.
 @dataclass(frozen=True)
 class _Refusal:
     """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal. The
-    refusal counts only until the next health check. Two successive health checks may report the same state although the
-    worker refused the request between the two checks, because the worker may have been full only briefly.
+    refusal is valid only until the worker's next health check. Health checks are counted, because the reported state
+    does not show whether a refusal is outdated: if a worker was full only briefly, the health checks before and after
+    the refusal may report the same state.
     """
 
     error: TruerollError
@@ -55,14 +56,16 @@ class Setbacks:
             self._refusals[worker] = _Refusal(refusal, num_looks)
 
     def avoided(self, looks: Mapping[str, int], is_late: bool) -> set[str]:
-        """Return the keys of the workers that must not get the request now. `is_late`: whether `patience` seconds have
-        passed. If `is_late` is True, the result also includes workers that refused the request because of their state.
+        """Return the keys of the workers that must not get the request now. `is_late`: whether the
+        request has waited for a worker for `patience` seconds (see `FleetRequest`). If `is_late` is True, the result
+        also includes workers that refused the request because of their state.
         """
         return self._refusing(looks) | (self._rejecting if is_late else set())
 
     def final(self, looks: Mapping[str, int]) -> TruerollError | None:
-        """If all workers refuse the request, return the error of the first refusal, else None. Also return None if a
-        worker was lost while it ran the request and other workers are full, so that the request waits for room.
+        """If all workers refuse the request, return the error of the first refusal; else return None. If a worker was
+        lost while it ran the request, and some worker refuses the request because it is full, also return None. The
+        request then waits for room.
         """
         refusing = self._refusing(looks)
         if not refusing or not looks.keys() <= refusing:

@@ -23,9 +23,9 @@ class Slot:
     """A slot for one worker of the fleet, with the current worker.
 
     `num_starts`: number of workers started so far. `first_error`: the error that kept the slot's first worker from
-    running; None once a worker runs. A worker waits for a push if no copy of the weights is left. `waits_since`: the
-    value that `Slots.num_scales` had at the last attempt to give weights to the waiting worker; None if the worker does
-    not wait for a push.
+    running; None once a worker runs. If no copy of the weights is left, the worker waits for a push. `waits_since`: the
+    value of `Slots.num_scales` at the last attempt to give the waiting worker its weights; None if the worker does not
+    wait for a push.
     """
 
     name: str

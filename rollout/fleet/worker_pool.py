@@ -161,7 +161,7 @@ class WorkerPool:
                 new = self.follow()
                 refusing = [link for link in self.links if link.is_refusing and not link.is_silent]
                 await asyncio.gather(*map(self.look, {*new, *refusing}))
-                is_new = version != self.dispatch.version  # a push reaches all workers at about the same time
+                is_new = version != self.dispatch.version  # a push soon reaches all workers, so check all again
                 if is_new or time.monotonic() - looked >= LOOK_SECONDS:
                     version = self.dispatch.version
                     await self._look_at_all()

@@ -144,7 +144,8 @@ class Stream:
 class End:
     """End all unfinished samples of a request, or only sample `index`.
 
-    The response is `Ended`. The response also contains `tag`.
+    The response is `Ended`, which contains this command. `tag`: any object, with which the sender recognizes the
+    response.
     """
 
     request_id: str

@@ -14,7 +14,7 @@ Guarantees:
 - The content of all images together takes at most `max_image_bytes`. Memory is reserved in the order in which requests
   arrive, and for all images of a request at once. So two requests never wait for each other's memory.
 - A request gets exactly the content that its hashes name. If a client sends wrong content, a request that needs the
-  content fails only if no other client can send it. Users do not share content.
+  right content fails only if no other client can send the right content. Users do not share content.
 - Content is accepted only from the connection that was asked for the content. Each connection is asked for one part at
   a time.
 - If a client is silent for `image_seconds`, or slower than `SLOWEST` on average, only its own requests fail. So no
@@ -38,7 +38,9 @@ from ...engine.media import ImageInput, ImageLimits, new_content_hash
 from ..protocol import MOST_PART_BYTES, ImageRef, NeedImage, PutImage, image_of, num_content_bytes
 
 SLOWEST = 2**16
-"""The lowest rate at which a client may send an image, in bytes per second, after `image_seconds`."""
+"""The lowest average rate at which a client may send an image, in bytes per second. In addition to the time that an
+image takes at this rate, each image has `image_seconds`.
+"""
 
 
 class _Key(NamedTuple):
@@ -102,8 +104,8 @@ class _Wanting:
 
     `names`: the keys of the images' content, in the order of the prompt and of `refs`. `suppliers`: the clients that
     wait for the request and can send its images. `missing`: the content that has not arrived. `has_room`: memory for
-    all images is reserved. `deadline`: the time at which the request fails if no client has waited for it since its
-    memory was reserved.
+    all images is reserved. `deadline`: the time at which the request fails if no client offers to send its images
+    until then; infinite while a client waits for the request, and before memory is reserved.
     """
 
     id: str
@@ -176,7 +178,9 @@ class ImageStore:
         return min(*questions, *(self._requests[key].deadline for key in self._orphans), inf, inf)
 
     def take_ready(self) -> list[str]:
-        """Return the keys of the requests for which the last image has arrived since the last call."""
+        """Return the keys of the requests that have become ready since the previous call. A request is ready when all
+        its images have arrived.
+        """
         ready, self._ready = self._ready, {}
         return list(ready)
 

@@ -66,8 +66,8 @@ class EngineHost(Protocol):
     """The interface that `Operations` needs from the worker."""
 
     def command(self, command: Run, aborts: bool, adapter: str | None = None) -> None:
-        """Send the engine a command. `aborts`: whether the command aborts all requests in the engine, or all requests
-        of `adapter`.
+        """Send the engine a command. `aborts`: whether the command aborts requests. If it does, it aborts all
+        requests of `adapter`; if `adapter` is None, it aborts all requests in the engine.
         """
         ...
 
@@ -95,7 +95,7 @@ class Operation:
       after the operation.
     - `in_flight`: what happens to running requests. With `drain`, the operation first waits up to `timeout` seconds for
       the engine to finish all requests.
-    - `before`: called right before `action`, which runs between two steps.
+    - `before`: called right before `action` is sent to the engine. The engine runs `action` between two steps.
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
       reply to the call.
     - `adapter`: if given, `in_flight` applies only to running requests of this named adapter. A drain waits for all
@@ -448,7 +448,7 @@ class Pushes:
         if push.is_committing:
             raise PushError(f"{call.type}: the push is already being committed; wait for the reply to commit_push")
         if isinstance(call, protocol.VerifyPush):
-            # A refusal of the commit would come after other workers have committed.
+            # Check before the commit: when this worker refuses its commit, other workers may have committed already.
             self._operations.check_keeping(call, push.begin.in_flight)
         push.expect(call.id, push.begin.timeout)
         push.receiver.take(call)

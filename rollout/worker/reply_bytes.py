@@ -1,8 +1,9 @@
 """The maximum size of a reply in bytes, computed before the request runs.
 
 The worker sends each sample or score as one message. The size of the message grows with the number of tokens and with
-the records of each token, so a reply could exceed the limit on unread bytes. A request with a reply that could exceed
-the limit is refused. The error names the size of the reply and the limit.
+the records of each token, such as log-probs. So a single reply could exceed `max_unread_bytes`, the limit on replies
+that clients have not read yet. A request with a reply that could exceed the limit is refused. The error names the size
+of the reply and the limit.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
 
 
 def _kept_bytes(has_mask: bool, distribution: Distribution, sizes: ModelSizes) -> int:
-    """Return the maximum number of bytes that the kept ids of one token take."""
+    """Return the maximum number of bytes that the sampling mask of one token takes. The mask lists the ids that the
+    distribution keeps.
+    """
     return 4 * distribution.most_kept(sizes.vocab_size) if has_mask else 0
 
 

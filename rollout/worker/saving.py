@@ -1,9 +1,9 @@
 """The saved weights of a worker: decides when the served weights are saved, and loads the saved weights after a
 restart.
 
-Owns the folder and the thread that saves (`weight_sync.worker.saver`), and the decision when to save weights. Weights
-are saved whenever the weights of a push are complete and awake, and are not saved yet. Does not own the served weights
-(`pushes`) or the worker's state (`lifecycle`). Without a folder, every method is a no-op.
+Owns the folder and the thread that saves (`weight_sync.worker.saver`), and the decision when to save weights. The
+served weights are saved whenever they come from a push, are complete, are not asleep, and are not saved yet. Does not
+own the served weights (`pushes`) or the worker's state (`lifecycle`). Without a folder, every method is a no-op.
 """
 
 from __future__ import annotations

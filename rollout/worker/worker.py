@@ -332,7 +332,7 @@ class Dispatch:
     def take(self, peer: Peer, frames: list[bytes]) -> None:
         """Handle a message from a client. If the message is refused, reply with the error."""
         if not frames:
-            return  # ignore the message until the client knows that its replies were dropped
+            return  # the worker dropped replies to this client, and ignores its messages until the client knows this
         try:
             message = read(frames, peer.client.role, self._max_message_bytes)
         except TruerollError as error:
