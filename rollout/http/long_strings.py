@@ -1,7 +1,9 @@
 """Parse JSON texts with long strings in steps.
 
-`json.loads` decodes 16 MiB in a single call, and blocks all threads for up to 40 ms. Here, the long strings are decoded
-piece by piece. The rest of the text is then parsed by `json.loads`, with a constant in place of each long string.
+`json.loads` decodes a string of 16 MiB in a single call, and blocks all threads for up to 40 ms. Here, the long strings
+are decoded piece by piece. The rest of the text is then parsed by `json.loads`, with a constant in place of each long
+string. A text with many strings of less than `STEP_CHARS` characters is still parsed in a single call.
+
 Promises: the result is the result of `json.loads`, except that long names in objects are refused.
 """
 
@@ -21,7 +23,8 @@ STEP_CHARS = 2**17
 """Number of characters that one step searches or decodes. Strings of at least this length are long."""
 _STAND_IN = "NaN"
 _ESCAPE_CHARS = len(r"\u0000")
-_WHOLE_STRINGS = re.compile(r'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+# The groups are not possessive, because Python 3.11.0 to 3.11.4 matches possessive groups past an unclosed string.
+_WHOLE_STRINGS = re.compile(r'[^"]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*"[^"]*+)*', re.DOTALL)
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _decode = json.JSONDecoder().raw_decode
 
@@ -44,9 +47,18 @@ def parsed_in_steps(text: str, refuse: Refuse, **hooks: Any) -> Steps[Any]:
         return strings.pop() if name == _STAND_IN and strings else refuse(name)
 
     try:
-        return json.loads(rest, parse_constant=stood_for, **hooks)
-    except json.JSONDecodeError as error:  # its positions are those in `rest`
-        raise ValueError(error.msg) from None
+        value = json.loads(rest, parse_constant=stood_for, **hooks)
+    except json.JSONDecodeError as error:
+        if rest.startswith(_STAND_IN, error.pos) and error.msg.startswith("Expecting property name"):
+            raise ValueError(f"a name in an object has {STEP_CHARS} or more characters") from None
+        raise _without_place(error) from None
+    assert not strings, "every stand-in was read"
+    return value
+
+
+def _without_place(error: json.JSONDecodeError) -> ValueError:
+    """Return the error without its position, which is not the position in the whole text."""
+    return ValueError(error.msg.removesuffix(" at"))
 
 
 def _without_long_strings(text: str) -> Steps[tuple[str, list[str]]]:
@@ -73,7 +85,10 @@ def _long_string(text: str, start: int) -> Steps[tuple[str, int]]:
     pieces = list[str]()
     while True:
         end = _border(text, start)
-        piece, num_read = _decode(f'"{text[start:end]}"' if end < len(text) else f'"{text[start:]}')
+        try:
+            piece, num_read = _decode(f'"{text[start:end]}"' if end < len(text) else f'"{text[start:]}')
+        except json.JSONDecodeError as error:
+            raise _without_place(error) from None
         pieces.append(_joined(pieces, piece))
         after = start + num_read - 1
         if after <= end:

@@ -100,7 +100,7 @@ def _result(steps: Steps[dict[str, Any]]) -> dict[str, Any]:
 def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps[dict[str, Any]]:
     """Parse a request body, and return its JSON object.
 
-    Yields between steps. The cost of the elements is checked before parsing, so that every step of the parser is short.
+    Yields between steps. The cost of the elements is checked before parsing, which bounds the step that parses them.
     """
     if not body:
         return {}

@@ -126,14 +126,18 @@ def test_an_abandoned_request_is_cancelled(sampling: Any, front: Front) -> None:
     """The package may miss a cancellation that comes while it reads an answer. So the request is abandoned while its
     poll waits: the request is answered, and `/metrics` is not alone.
     """
-    assert front.post("/pause?mode=keep").status_code == 200
+    params = types.SamplingParams(max_tokens=4)
+    sampling.sample(as_prompt(PROMPTS[0]), 1, params).result()  # the metrics now have a line for it
     before = front.metric(ANSWERED)
-    asked = sampling.sample(as_prompt(PROMPTS[0]), 1, types.SamplingParams(max_tokens=4))
-    front.wait_for(ANSWERED, before + 1)
-    front.wait_for('trueroll_http_connections{stage="busy"}', 2)
-    assert asked.future().cancel()
-    wait_until(lambda: 'path="/api/v1/cancel_future",status="204"' in front.get("/metrics").text)
-    assert front.post("/resume").status_code == 200
+    assert front.post("/pause?mode=keep").status_code == 200
+    try:
+        asked = sampling.sample(as_prompt(PROMPTS[0]), 1, params)
+        front.wait_for(ANSWERED, before + 1)
+        front.wait_for('trueroll_http_connections{stage="busy"}', 2)
+        assert asked.future().cancel()
+        wait_until(lambda: 'path="/api/v1/cancel_future",status="204"' in front.get("/metrics").text)
+    finally:
+        assert front.post("/resume").status_code == 200
 
 
 def test_an_answer_that_is_lost_is_read_again(sampling: Any, front: Front) -> None:

@@ -94,8 +94,13 @@ def test_constants_beside_long_strings_are_refused(text: str) -> None:
 
 
 def test_long_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="Expecting property name"):
+    with pytest.raises(ValueError, match="a name in an object has 16 or more characters"):
         parsed('{"%s": 1}' % ("x" * 2 * STEP))
+
+
+def test_errors_in_long_strings_have_no_wrong_position() -> None:
+    with pytest.raises(ValueError, match="^Invalid control character$"):
+        parsed('["%s\n"]' % ("x" * 2 * STEP))
 
 
 @pytest.mark.parametrize("part", ["x", r"\n", r"\\", r"\ud83d\ude00", r"\"", r"\u0041"])
