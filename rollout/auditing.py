@@ -282,7 +282,9 @@ def _decoder(model: Any) -> Any:
 
 
 def _checksum(tensor: Tensor, dtype: torch.dtype, rounding: Rounding | None) -> int:
-    """Return the checksum that a worker computes when it serves this tensor."""
+    """Return the checksum that a worker would compute if the worker served the trainer's tensor `tensor`. `dtype`: the
+    tensor's dtype in the worker. `rounding`: the worker's rounding of this tensor; None if the worker does not round.
+    """
     return tensor_checksum(tensor if rounding is None else rounding(tensor.to(dtype)), dtype)
 
 
@@ -473,7 +475,8 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
         if name is not None
     }
     known = set(served.checksums.values())
-    # A tensor with a name that the worker lacks may be a copy of another tensor, for example a tied LM head.
+    # A trainer's tensor with a name that the worker lacks may be a copy of another tensor, for example a tied LM head.
+    # So such a tensor counts as different only if no tensor of the worker has the same checksum.
     others = {name for name, value in own.items() if name not in served.checksums and value not in known}
     others |= {name for name, value in served.checksums.items() if own.get(name) != value}
     return tuple(sorted(name for name in others if not is_of_mtp(name))), served

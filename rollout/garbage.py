@@ -3,9 +3,9 @@
 Python's garbage collector sometimes traverses all objects that can be part of a cycle. In a worker with 100,000 waiting
 requests, such a collection takes about a second. During this second, the worker runs no engine step and serves no
 socket. After a call to `bound_pauses`, a garbage collection leaves out all objects that survived an earlier full
-collection. The first full collection after `WHOLE_SECONDS` traverses all objects, and so also frees unused cycles that
-earlier collections left out. Objects outside of cycles are freed at once, as always. Collections in a forked child
-leave out the parent's objects.
+collection. Once `WHOLE_SECONDS` have passed since all objects were last traversed, the next full collection
+traverses all objects again. This collection also frees unused cycles that earlier collections left out. Objects outside
+of cycles are freed at once, as always. Collections in a forked child leave out the parent's objects.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def bound_pauses() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, stop bounding collections, and leave the frozen objects frozen. Thawing the objects would copy
-    the memory that the child shares with the parent, and would free cycles that belong to the parent.
+    """In a forked child, stop bounding collections. The parent's objects stay frozen (`gc.freeze`), so the child's
+    collections leave them out. If these objects were unfrozen, a collection would copy the memory that the child shares
+    with the parent, and would free cycles that belong to the parent.
     """
     with suppress(ValueError):
         gc.callbacks.remove(_around_collection)

@@ -45,8 +45,9 @@ class GrammarMasks:
             raise AlignmentError(f"structured_outputs: {error}") from None
 
     def rows(self, sample: np.ndarray, first: int) -> np.ndarray:
-        """Return the masks with which the tokens [first, end) of a sample were sampled, as int32 [end - first, ceil(V /
-        32)], where V is the size of the vocabulary. `sample`: all tokens of the sample before `end`.
+        """Return the masks with which the tokens of `sample` from index `first` on were sampled. The masks are int32
+        [len(sample) - first, ceil(V / 32)], where V is the size of the vocabulary. `sample`: the sample's tokens from
+        its first token up to the last token that needs a mask.
 
         Raise AlignmentError if the grammar excludes a token of `sample` other than the last token.
         """

@@ -128,7 +128,9 @@ class ImageProcessor:
         return tokens.repeat(counts), placed
 
     def shades(self, table: np.ndarray) -> np.ndarray:
-        """Return the 8-bit shades, uint8 [channels, 256], of the values in an image's table."""
+        """Return the 8-bit shades, uint8 [channels, 256], from which the processor computes the values in `table`.
+        `table`: the table of an `ImageInput`, [channels, 256].
+        """
         own = self._processor
         mean, std = (np.reshape(each, (-1, 1)) for each in (own.image_mean, own.image_std))
         values = table * std + mean if own.do_normalize else table
@@ -184,8 +186,8 @@ def picture_size(image: Any) -> tuple[int, int]:
 
 
 def as_picture(image: Any) -> Any:
-    """Return a PIL image. Processors guess the meaning of an array's axes, so arrays are converted to PIL images before
-    a processor gets them. Raise InvalidRequestError in the same cases as `picture_size`.
+    """Return `image` as a PIL image. Processors guess the meaning of an array's axes, so arrays are converted to PIL
+    images before a processor gets them. Raise InvalidRequestError in the same cases as `picture_size`.
     """
     picture_size(image)
     return pillow()[0].fromarray(image) if isinstance(image, np.ndarray) else image
@@ -193,7 +195,8 @@ def as_picture(image: Any) -> Any:
 
 def patches_of_whole(pixels: np.ndarray, tower: TowerSpec) -> tuple[int, int, np.ndarray]:
     """Split an image, [channels, height, width], into patches. Return the number of rows of patches, the number of
-    columns of patches, and the patches themselves, [patches, channels, values], block by block.
+    columns of patches, and the patches themselves, [patches, channels, values]. The patches are ordered by blocks of
+    `tower.merge` x `tower.merge` patches: all patches of a block come before the patches of the next block.
     """
     size, merge = tower.patch_size, tower.merge
     channels, height, width = pixels.shape

@@ -42,8 +42,9 @@ class TextModel:
     The constructor raises ModelError if the model has no tokenizer, or if the tokenizer needs code from the model's
     folder. The methods raise ModelError if the tokenizer fails.
 
-    Methods with the argument `is_abandoned` call this function while they wait, and raise ModelError once the function
-    returns True. Methods with the argument `most` raise TooMany if the text has more than `most` tokens.
+    The argument `is_abandoned` is a function. Methods with this argument call the function while they wait, and raise
+    ModelError once the function returns True. Methods with the argument `most` raise TooMany if the text has more than
+    `most` tokens.
     `name`: the name of the model. `longest_token`: length of the longest token in characters. `added_tokens`: ids of
     the tokens that were added to the vocabulary, such as special tokens, by text.
     """
@@ -218,16 +219,18 @@ def decode_marked(
 
 
 def texts_of_marks(decode: Callable[[Sequence[int], bool], str], marks: Mapping[int, str]) -> dict[int, str]:
-    """Return the texts that replace marks in a worker's search for stop strings. The text of the mark's token replaces
-    the mark; the text of a special token is empty. The keys are the code points of the marks. `decode`, `marks`: as in
-    `decode_marked`.
+    """For each mark, return the text that a worker sees instead of the mark when the worker searches for stop strings.
+    This is the text of the mark's token, which is empty for a special token. The keys of the result are the code points
+    of the marks. `decode`, `marks`: as in `decode_marked`; each mark is one character.
     """
     return {ord(mark): decode([token_id], True) for token_id, mark in marks.items()}
 
 
 def place_in(text: str, end: int, mark_texts: Mapping[int, str], at: int = 0, start: int = 0) -> tuple[int, int]:
-    """Return the last position in marked text that has at most `end` plain characters before it, and the number of
-    plain characters before this position. The text of a mark is not divided.
+    """Return the last position in `text` that has at most `end` plain characters before it, and the number of plain
+    characters before this position. `text`: a text with marks, as `decode_marked` returns it. Plain characters are the
+    characters of this text after `mark_texts` have replaced the marks. A mark is never divided, so the position is
+    either before or after all plain characters of the mark.
 
     `mark_texts`: the result of `texts_of_marks`. `at`, `start`: an earlier position, and the number of plain characters
     before that position.
@@ -241,10 +244,12 @@ def place_in(text: str, end: int, mark_texts: Mapping[int, str], at: int = 0, st
 
 
 def before_stop(text: str, stop: str, start: int, mark_texts: Mapping[int, str]) -> str:
-    """Return the part of marked text before a stop string; the whole text if the stop string is not found.
+    """Return the part of `text`, a text with marks, before a stop string. Return the whole text if the stop string is
+    not found.
 
-    If the stop string begins within the text of a mark, the beginning of this text replaces the mark. `start`: the
-    number of plain characters before the text that is searched. `mark_texts`: the result of `texts_of_marks`.
+    The stop string is searched in the plain characters of `text` (see `place_in`), after the first `start` of them. If
+    the stop string begins within the plain characters of a mark, the returned part ends with those plain characters of
+    the mark that come before the stop string. `mark_texts`: the result of `texts_of_marks`.
     """
     end = text.translate(mark_texts).find(stop, start)
     if end < 0:
@@ -290,8 +295,8 @@ def _short_config(folder: Path) -> Any:
     """Return the part of a model's config that transformers needs to choose the tokenizer's class.
 
     Reading the whole config would import model classes and torch's compiler, which takes seconds and 150 MB. Return
-    None if the tokenizer's config names no class or names a class in the model's own code. Without a class name, or
-    with a class in the model's own code, transformers needs the whole config.
+    None if transformers needs the whole config: if the tokenizer's config names no class, or names a class in the
+    model's own code, or if the model's config has no `model_type`.
     """
     from transformers import PreTrainedConfig
 

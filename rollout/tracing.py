@@ -65,7 +65,8 @@ async def traced_replies(
 ) -> AsyncGenerator[tuple[int, Any], None]:
     """Yield the replies to requests for samples, with a span for each request.
 
-    `requests`: the messages by position. `replies`: see `AsyncRolloutClient.exchange`. The spans are children of the
+    `replies`: pairs of a request's position and a reply, see `AsyncRolloutClient.exchange`. `requests`: the message of
+    each request, by the request's position. The spans are children of the
     caller's current span. A span ends when its request ends.
     """
     running = {position: _Generation(tracer, model, request) for position, request in requests.items()}
@@ -190,7 +191,9 @@ def note_answers(
 
 
 def note_error(span: Span, error: BaseException) -> None:
-    """Mark a span as failed, or as cancelled if its caller left. The text of the error is not added."""
+    """Mark a span as failed. The attribute `error.type` becomes the name of the error's class, or `cancelled` if the
+    caller of the generation or session call left. The text of the error is not added.
+    """
     from opentelemetry.trace import StatusCode
 
     is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)

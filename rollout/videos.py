@@ -121,8 +121,9 @@ class _Settings:
         return np.linspace(0, total - 1, count).round().astype(int)
 
     def size(self, count: int, height: int, width: int, tower: TowerSpec) -> tuple[int, int]:
-        """Return height and width of `count` frames after resizing. The sides are multiples of a block's side, the
-        aspect ratio changes little, and the pixels of all frames are within the limits.
+        """Return height and width of `count` frames after resizing. If the settings don't resize, return `height` and
+        `width`. Otherwise, the new sides are multiples of `tower.patch_size * tower.merge`, the aspect ratio changes
+        little, and the pixels of all frames are within the limits.
         """
         unit = tower.patch_size * tower.merge
         if not self.do_resize:
@@ -233,9 +234,9 @@ class VideoProcessor:
         model's settings say. `times`: the time of each frame in seconds; all frames are used. If the number of used
         frames is odd, the last frame is used twice.
 
-        Raise InvalidRequestError if an argument has another form, if there are more than `MOST_FRAMES` frames, or if a
-        frame has more than `MOST_PIXELS` pixels. Raise InvalidRequestError also if all used frames together have more
-        than `most_pixels` pixels before or after resizing. All sizes are checked before pixels are read.
+        Raise InvalidRequestError if an argument is not as described above, if there are more than `MOST_FRAMES` frames,
+        or if a frame has more than `MOST_PIXELS` pixels. Raise InvalidRequestError also if all used frames together
+        have more than `most_pixels` pixels before or after resizing. All sizes are checked before pixels are read.
         """
         used, moments = self._chosen(frames, fps, times)
         width, height = _common_size(used, most_pixels)

@@ -134,15 +134,17 @@ class _Masks:
                 self._templates.popitem(last=False)
         return found
 
-    def compute(self, ended: list[int], rows: list[list[Any]]) -> tuple[list[tuple[list[int], str | None]], bytes]:
-        """Return two values: for each row, the indices of the row's masks and an error or None; and the content of all
-        masks. Equal masks have the same index: samples of a grammar often have the same mask, and a mask of a large
-        vocabulary has many bytes. `ended`: walks to forget. `rows`: the arguments of `_row`.
+    def compute(
+        self, ended: list[int], rows: list[list[Any]]
+    ) -> tuple[list[tuple[list[int], str | None]], list[bytes]]:
+        """Return two values: for each row, the indices of the row's masks and an error or None; and the masks. Equal
+        masks have the same index: samples of a grammar often have the same mask, and a mask of a large vocabulary has
+        many bytes. `ended`: walks to forget. `rows`: the arguments of `_row`.
         """
         for walk in ended:
             self._walks.pop(walk, None)
         masks = dict[bytes, int]()
-        return [self._row(masks, *row) for row in rows], b"".join(masks)
+        return [self._row(masks, *row) for row in rows], [*masks]
 
     def _row(
         self,

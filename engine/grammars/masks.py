@@ -261,7 +261,7 @@ class Grammars:
         if self._unread is not None:
             self._unread()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
-        answer = self._begin_call(rows, _num_masks(asked), is_alone) if rows else lambda: (([], b""), None)
+        answer = self._begin_call(rows, _num_masks(asked), is_alone) if rows else lambda: (([], []), None)
 
         def finish() -> tuple[list[_Asked], str | None]:
             results, error = answer()
@@ -271,8 +271,8 @@ class Grammars:
 
     def _put(self, asked: list[_Asked], results: Any) -> list[_Asked]:
         """Store the result of a call in the places. Return the entries of `asked` that the child did not know."""
-        (rows, content), left = results, list[_Asked]()
-        masks, found = [*np.frombuffer(content, np.int32).reshape(-1, self._num_words)], iter(rows)
+        (rows, contents), left = results, list[_Asked]()
+        masks, found = [np.frombuffer(each, np.int32) for each in contents], iter(rows)
         for each in asked:
             if each.place.error is not None:
                 self._fail(each, each.place.error)

@@ -30,7 +30,9 @@ from .wire import Wire
 
 MAX_TOKENS = 24
 TEMPERATURE, TOP_K = 0.7, 5
-"""A small `top_k`, so that the filter clearly changes the log-probs."""
+"""Temperature and `top_k` of the requests that are not greedy. `TOP_K` is small, so that the filter clearly changes the
+log-probs.
+"""
 PROMPT_LENGTHS = (40, 150, 280)
 """Two of these lengths exceed a block of the engine's cache (16 tokens in vLLM, 128 in its CPU build), so that hits
 occur.
@@ -66,9 +68,12 @@ class Distance:
 
 @dataclass(frozen=True)
 class Condition:
-    """The requests that were sent under one condition. `num_cached`: number of prompt tokens that came from the prefix
-    cache; None if the engine does not report this number. `change`: how the greedy samples differ from the greedy
-    samples under the condition `MISS`.
+    """The results of the requests that were sent under one condition.
+
+    `aligned`, `plain`: the differences between the engine's log-probs and the trainer's log-probs. For `aligned`, the
+    trainer's model is aligned; for `plain`, it runs transformers' own forward pass. `num_cached`: number of prompt
+    tokens that came from the prefix cache; None if the engine does not report this number. `change`: how the greedy
+    samples differ from the greedy samples under the condition `MISS`.
     """
 
     name: str

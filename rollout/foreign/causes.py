@@ -49,8 +49,8 @@ class Ratio:
     """The engine's differences from exact log-probs, divided by the differences of a trainer that computes in one
     dtype.
 
-    `value`: the geometric mean of the ratios of all tokens. `low`, `high`: the value minus and plus `SPREADS` standard
-    deviations.
+    `value`: the geometric mean of the ratios of all tokens. `low`, `high`: bounds of the true value. Their logarithms
+    are the logarithm of `value` minus and plus `SPREADS` standard deviations.
     """
 
     value: float
@@ -154,7 +154,8 @@ def _median(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _ratio(engine: np.ndarray, trainer: np.ndarray, exact: np.ndarray) -> Ratio:
-    """Return the ratio of |engine - exact| to |trainer - exact|. A difference that is smaller than the rounding step of
+    """For each token, compute the ratio of |engine - exact| to |trainer - exact|. Return the geometric mean of these
+    ratios, with its bounds. A difference that is smaller than the rounding step of
     the exact value counts as one rounding step. Tokens that the trainer's filters exclude are left out.
     """
     is_kept = np.isfinite(exact) & np.isfinite(trainer)

@@ -18,8 +18,8 @@ from trueroll.errors import ConfigError, ProtocolError, brief
 from .wire import Wire
 
 _PLAIN = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Sampling parameters that are off. If a request did not name these parameters, a server would use the defaults of the
-model's generation config.
+"""Sampling parameters with the values that turn them off. Every request contains these parameters, because a server
+would otherwise use the defaults of the model's generation config.
 """
 _NAME = "token_id:"
 _MOST_NAME_CHARS = 1000

@@ -21,7 +21,7 @@ from ..images import image_of, pillow
 
 _COMPARED_BY_PIXELS = ("L", "RGB")
 """The modes of PIL images that are compared by mode, size and pixels. Images of other modes may have more data, such as
-a palette, so only the same object counts as equal.
+a palette, so two images of another mode count as equal only if they are the same object.
 """
 
 

@@ -3,9 +3,9 @@
 A worker identifies its clients in one of three ways:
 
 - An ipc socket needs no keys, because the file system gives access only to the worker's own user.
-- On a loopback TCP port, worker and clients run as the same user, and use the keys in a private file of that user. A
-  TCP port needs keys even on loopback, because any user of the machine can reach the port. This private file is created
-  on first use.
+- On a loopback TCP port, worker and clients run as the same user, and use the keys in a private file of that user. The
+  file is created on first use. A TCP port needs keys even on loopback, because any user of the machine can reach the
+  port.
 - If `curve_secret_key_file` and `clients_file` are set, each client has a user name and a role. Named clients work with
   any address.
 

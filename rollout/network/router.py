@@ -230,10 +230,10 @@ class Outboxes:
     Owns: the queued replies. Guarantees: each client gets its replies in order, and the queued replies of all clients
     stay within `max_bytes`.
 
-    If the queued replies exceed `max_bytes`, the user with the most queued bytes loses a connection: the connection
-    with the most queued bytes is dropped. The replies to a dropped connection are discarded, and its messages are
-    ignored. Messages of a dropped connection are accepted again once the client has read an error reply without an id.
-    An error reply without an id ends all calls of the client.
+    If the queued replies exceed `max_bytes`, a connection is dropped: of all connections of the user with the most
+    queued bytes, the connection with the most queued bytes. The replies to a dropped connection are discarded, and its
+    messages are ignored. Messages of a dropped connection are accepted again once the client has read an error reply
+    without an id. An error reply without an id ends all calls of the client.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Decode a frame without copying its long binaries, which then share the frame's memory.
 
-msgpack copies every binary that it decodes. The arrays of a sample with large records are nearly as long as its frame,
-so frame and copies together would take twice the memory. `without_binaries` replaces each long binary by a short
-extension, which `msgpack.unpackb` decodes with `Binaries.find`.
+msgpack copies every binary that it decodes. If a sample has large arrays, such as top log-probs, the arrays fill nearly
+the whole frame, so frame and copies together would take twice the memory. `without_binaries` replaces each long binary
+by a short extension, which `msgpack.unpackb` decodes with `Binaries.find`.
 """
 
 from __future__ import annotations

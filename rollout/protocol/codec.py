@@ -202,7 +202,8 @@ def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
 
 
 def id_in(frame: bytes) -> str | None:
-    """Return the id of an invalid message, so that the error reply can name it; None if the message has no valid id.
+    """Return the id of an invalid message, so that the error reply can contain the id. Return None if the message has
+    no valid id.
 
     To bound the cost, only the first `_ID_WITHIN_BYTES` bytes are searched.
     """
@@ -460,8 +461,8 @@ class Growth:
     def put(self, delta: Delta) -> bool:
         """Append the new tokens of a delta, and return True.
 
-        If the delta differs from the known tokens, has different columns or would leave a gap, change nothing and
-        return False.
+        Change nothing and return False in three cases: a token of the delta is already known with other values, the
+        delta has other columns than the known tokens, or the delta would leave a gap after the known tokens.
         """
         found = _columns(delta)
         if delta.start > self.num_tokens or found.keys() != self._columns.keys() or widths_of(delta) != self._listed:
@@ -500,8 +501,8 @@ class Growth:
         return dict(sizes)
 
     def _count_ids(self) -> None:
-        """Extend `_ids_before`, which has the number of kept ids before each token, to all tokens for which the delta
-        lists kept ids.
+        """Extend `_ids_before`, which has the number of kept ids before each token, to all known tokens. No-op if the
+        deltas list no kept ids.
         """
         known = _ID_BYTES * (len(self._ids_before) - 1)
         counts = np.frombuffer(bytes(self._columns.get(KEPT[0], b"")[known:]), "<i4")

@@ -56,7 +56,7 @@ class NeedImage(Message):
 
 class PutImage(Message):
     """The answer to a `NeedImage`: the requested bytes. There is no reply. A worker ignores bytes that it did not
-    request from this connection.
+    request from the client on this connection.
     """
 
     type: Literal["put_image"] = "put_image"

@@ -413,8 +413,8 @@ class Delta(Message):
 
 
 class Deltas(Message):
-    """New tokens of unfinished samples, since the last `Deltas`. One message has the new tokens of all requests that
-    `caller` submitted with `deltas`.
+    """The tokens of unfinished samples that are new since the last `Deltas` message to `caller`. One message has the
+    new tokens of all requests that `caller` submitted with `deltas`.
     """
 
     type: Literal["deltas"] = "deltas"

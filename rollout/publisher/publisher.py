@@ -141,9 +141,9 @@ class WorkerClients:
         return chosen
 
     def greet(self, timeout: float) -> list[protocol.Weights | TruerollError]:
-        """Return a list with a `Weights` reply or an error for each worker. The reply says which weights the worker
-        needs. For a worker that does not answer, the error is DeadlineError. Waits at most `timeout` seconds, and never
-        longer than `ANSWER_SECONDS`.
+        """Return a list with a `Weights` reply or an error for each worker. The reply says which parameters a push to
+        the worker must contain, and which weights the worker serves. For a worker that does not answer, the error is
+        DeadlineError. Waits at most `timeout` seconds, and never longer than `ANSWER_SECONDS`.
         """
         replies = self._thread.submit(self._greet(timeout)).result()
         silent = zip(self.addresses, replies, strict=True)
@@ -456,10 +456,9 @@ class WeightPublisher:
 
         Workers that serve the last push are not affected. If a worker does not answer, `on_lost` decides whether the
         call fails or leaves the worker out. `tensors`: see `push`. The caller must pass the same weights as in the last
-        push; the method does not check this. Return None if all workers serve the last push. Raise ConfigError if
-        nothing was pushed yet, or if the transport is `disk` (call `push_folder` instead) or `delta` (call `pull`
-        instead). Raise PushError for the same
-        reasons as `push`.
+        push; the method does not check this. Return None if all workers serve the last push. Raise PushError for the
+        same reasons as `push`. Raise ConfigError if nothing was pushed yet. Raise ConfigError also if the transport is
+        `disk` (call `push_folder` instead) or `delta` (call `pull` instead).
         """
         rule = "used with shared, collective or relay; for disk, call push_folder; for delta, call pull"
         _check(self._transport not in ("disk", "delta"), "restore", rule, self._transport)

@@ -92,8 +92,9 @@ class Measurement:
 
     - `seconds`, `tokens_per_second`, `requests_per_second`, `first_token_seconds`: the medians of all runs
     - `all_seconds`, `all_tokens_per_second`: the values of each run, in order
-    - `hit_rate`: None if the system has no cache
-    - `drafted`, `accepted`: numbers of drafted and accepted tokens in a run
+    - `hit_rate`: in the last run, the share of prompt tokens that were found in the cache or shared with a running
+      request; None for transformers
+    - `drafted`, `accepted`: numbers of drafted and accepted tokens in the last run
     """
 
     workload: str

@@ -108,7 +108,9 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _set_title(axes: Any, title: str) -> None:
-    """Set the title of a plot. The title may contain a $, as part of a model's name, which must not begin a formula."""
+    """Set the title of a plot. The title may contain a $, as part of a model's name. Matplotlib must not read this $ as
+    the beginning of a formula.
+    """
     axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium", parse_math=False)
 
 

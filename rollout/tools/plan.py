@@ -26,7 +26,7 @@ _MOST_GIB, _MOST_RANKS = 2**14, 8
 
 
 def plan(config: EngineConfig, memory: int, kv_bytes: int | None, console: Console) -> None:
-    """Print what the `memory` bytes on each rank's device are used for.
+    """Print how a worker would divide the memory of each rank's device. `memory`: the size of this memory in bytes.
 
     `kv_bytes`: bytes per element of keys and values. If `kv_bytes` is 1, each key and each value of a head needs 4 more
     bytes, for a scale and a zero point in float16. Raise ConfigError if the plan does not fit; the error text proposes

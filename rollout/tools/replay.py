@@ -1,7 +1,8 @@
 """`trueroll replay`: send the requests of a session's record to a worker or a fleet again, and show which bits differ.
 
 Owns the comparison of recorded samples with new samples. A request is compared only if all its tokens were drawn by the
-weights that the worker serves. After the first different token, the later tokens of an answer belong to another text.
+weights that the worker serves. After the first different token, the replayed answer is another text, so its later
+tokens may differ too.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ SHOWN_NODES = 8
 class Comparison:
     """The number of differences between a recorded sample and its replay.
 
-    `tokens`, `logprobs`, `others`: how many tokens, log-probs, and rows of other records differ in any bit. A missing
-    or an additional row counts as different. `has_other_end`: whether the finish reason or the stop reason differs.
+    `tokens`, `logprobs`: how many tokens and how many log-probs differ in any bit. `others`: how many rows differ in
+    any bit in the other arrays of the sample, such as top log-probs and routed experts. A missing or an additional row
+    counts as different. `has_other_end`: whether the finish reason or the stop reason differs.
     `first`: a description of the first difference.
     """
 
@@ -70,11 +72,12 @@ def read(file: Path) -> Record:
 
 
 def replay(record: Record, client: RolloutClient, version: int | None, console: Console) -> bool:
-    """Replay a record, print a table of the differences, and return whether requests were compared and all bits are
-    equal.
+    """Replay a record, and print a table of the differences. Return True if at least one request was compared, all bits
+    of the compared requests are equal, and no request failed.
 
     `version`: the version number under which the record lists the worker's weights; None for the worker's own version
-    number. Raise UnavailableError if the worker is still loading its model, and WorkerLostError if it does not answer.
+    number. Raise UnavailableError if the worker is still loading its model. Raise WorkerLostError if the worker does
+    not answer.
     If the replay ends early, the table has the comparisons made until then.
     """
     health = client.health()

@@ -328,8 +328,8 @@ class _Lab:
         if cell.cache == "host":
             groups = [subject.params.n for subject in self.subjects]
             num_blocks = max(groups) * -(-self.sizes.num_positions // cell.block_size)
-        # A step cannot have more tokens than this. With a larger budget, a GPU would compile and plan for steps that
-        # never occur.
+        # A step has at most MAX_NUM_SEQS * num_positions tokens. With a larger budget, a GPU would compile and plan for
+        # steps that never occur.
         budget = min(cell.budget, MAX_NUM_SEQS * self.sizes.num_positions)
         config = EngineConfig(
             model=self.config.model,
@@ -449,7 +449,7 @@ class _ImageLab(_Lab):
         self._tower, self._images = tower, ImageSubjects(tower, loaded.model.spec.vocab_size, max_tokens)
         self._num_refused = 0
         super().__init__(config, loaded, self._images.sizes)
-        # By then, the first image has been encoded, and the second image is being encoded.
+        # After this many steps, the first image has been encoded, and the second image is being encoded.
         self.steps_before_event = tower.num_layers + 2
 
     def _make_subjects(self) -> list[GenerateRequest]:
@@ -662,7 +662,7 @@ def verify(
     matrix.
     """
     name, config = config.model, config.model_copy(update={"model": str(resolve_model(config.model))})
-    # With the MTP module and the vision tower, if there are any.
+    # The model is loaded with its MTP module and its vision tower, if it has them.
     max_images = 0 if tower_obstacle(outline(config).spec) else MAX_IMAGES
     loaded = load_model(config.model_copy(update={"speculative": "auto", "max_images": max_images}))
     sizes, topology = sizes or (QUICK_SIZES if quick else SIZES), Topology.of(config)

@@ -42,8 +42,8 @@ class ImageCell(Cell):
 
     - `encoder`: `hit` if the images have been encoded before, `miss` if not, `evicted` if there is memory for only one
       encoded image
-    - `cuts`: some chunks of prompts end inside images; if the model needs whole images, these chunks end before the
-      image instead
+    - `cuts`: some chunks of prompts end inside images. If the model needs whole images (a step computes all tokens of
+      an image or none), these chunks end before the image instead
     - `asks_again`: after the first request, a second request asks another question about the same image
     - `is_refused`: the token budget of a step is too small for an image
     """

@@ -231,8 +231,11 @@ def check_premises(
 
 @dataclass(frozen=True)
 class _Variation:
-    """The first sample of a request with varied parameters, and the first sample of the original request. The original
-    request is the first request with the same prompt and seed.
+    """A comparison of a request that has varied parameters with the original request. The original request is the first
+    request with the same prompt and seed.
+
+    `params`, `sample`: the varied parameters, and the first sample of the request with these parameters. `varied`: the
+    first sample of the original request.
     """
 
     params: SamplingParams

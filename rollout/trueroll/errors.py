@@ -61,8 +61,9 @@ class ModelError(TruerollError):
 
 
 class InvalidRequestError(TruerollError):
-    """A request is invalid and can never be served. No part of the request was started, except if the request failed
-    because its records exceeded `max_record_bytes`, or because the masks of a score's grammar could not be computed.
+    """A request is invalid and can never be served. No part of the request was started, with two exceptions: the
+    request failed because its records exceeded `max_record_bytes`, or the request was a score and the masks of its
+    grammar could not be computed.
     """
 
     code = "invalid_request"

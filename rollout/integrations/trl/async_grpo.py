@@ -97,8 +97,8 @@ class TruerollWorker:
       one entry per sample. `completions` are texts, or messages if the prompt is a conversation. A function returns a
       number for each sample, or None if it cannot score the sample.
 
-    The reward of a sample is the sum of the functions' results. The advantage of a sample is the difference between its
-    reward and its group's mean reward, divided by the group's standard deviation.
+    The reward of a sample is the sum of the functions' results. The advantage of a sample is its reward minus the
+    mean reward of its group, divided by the standard deviation of the rewards of its group.
 
     When TRL trains on a token, the trainer's weights are at most `args.max_staleness` versions newer than the weights
     that generated the token. TRL takes samples from the queue some time before TRL trains on these samples. Samples

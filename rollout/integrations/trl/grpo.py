@@ -132,7 +132,8 @@ class TruerollGeneration:
     def generate(
         self, prompts: list[list[int]], images: list[list[Any] | None] | None, num_generations: int, profiler: Any
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """Return one sample for each of the B prompts. Each prompt is repeated `num_generations` times in a row.
+        """Return one sample for each of the B entries of `prompts`. In `prompts`, TRL has already repeated each prompt
+        `num_generations` times in a row.
 
         `images`: None, or the PIL images of each prompt. TRL has already expanded the placeholders of the images. The
         trainer's processor preprocesses the images. Raise InvalidRequestError if the images do not match the

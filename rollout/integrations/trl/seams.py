@@ -29,7 +29,8 @@ GENERATION = {
     "generate": {"prompts", "images", "num_generations", "profiler"},
     "sync_weights": set(),
 }
-"""Arguments of each method of TRL's VLLMGeneration, which `TruerollGeneration` replaces."""
+"""The methods of TRL's class VLLMGeneration and the arguments of each method. `TruerollGeneration` replaces this class.
+"""
 FUSED_HEAD = {"model", "temperature", "cast_lm_head_to_fp32", "outputs"}
 """Arguments of `add_fused_lm_head`, which `AlignedGRPOTrainer` replaces with `align`."""
 LOG_PROBS = {
