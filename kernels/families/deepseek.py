@@ -75,7 +75,8 @@ _MISTRAL_ROPE: dict[str, Any] = ROPE | dict(rope_theta=1e4, factor=128.0, origin
 def _family(
     router: Callable[[Any], RouterSpec], grows: bool = False, fixed: dict[str, Any] | None = None, **defaults: Any
 ) -> Describe:
-    """Return the `Describe` function of a family. `grows`: whether queries grow with their position. `fixed`: the
+    """Return the `Describe` function of a family. `grows`: whether queries are multiplied by a factor that grows
+    with their position (`RotationSpec.q_growth`). `fixed`: the
     values of settings that the family does not read from a file. `defaults`: the values that transformers uses for
     settings that a file omits.
     """
@@ -151,7 +152,7 @@ _describe_glm = _family(_sigmoid_router, **_GLM)
 _describe_mistral = _family(lambda settings: grouped_router(settings, "softmax"), grows=True, **_MISTRAL)
 _TEXT = {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 _BESIDE = ("model.vision_tower.", "model.mm_projector.")
-# transformers 5.23 saves the layers as blocks.
+# transformers 5.23 saves the layers under the name `blocks`.
 _RENAMED = {
     "language_model.model.blocks.": "model.layers.",
     **RENAMED_OLDER,

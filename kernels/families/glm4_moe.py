@@ -65,7 +65,7 @@ def _glm4_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _solar_open(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    # No layer has the intermediate_size that some files state.
+    # Some files state an intermediate_size, but all layers have experts, so no layer has an MLP of this size.
     settings = read_settings(lambda given: _SOLAR | given | dict(intermediate_size=1, first_k_dense_replace=0), raw)
     return _describe(settings, architecture, False, [None] * settings.num_hidden_layers)
 

@@ -6,7 +6,7 @@ has an MLP.
 Granite 4: like Bamba, with the multipliers of Granite. Attention rotates whole heads, or does not rotate. Some models
 have experts in addition to an MLP for all tokens.
 
-Nemotron-H (Nemotron Nano 2, Nemotron 3): a layer has one norm, and one part of four kinds: a state space, attention
+Nemotron-H (Nemotron Nano 2, Nemotron 3): each layer has one norm and one part. The part is a state space, attention
 without rotation, an MLP with squared ReLU, or experts with a shared expert for all tokens. Each expert is an MLP with
 squared ReLU. In some models, a matrix product converts hidden states to smaller rows, which the experts read.
 """
@@ -81,7 +81,9 @@ def expect_inner_size(settings: Any, size: int, name: str) -> None:
 
 
 def _expect_expanded(settings: Any) -> None:
-    """Raise ModelError unless the state space is supported, and its size is a multiple of the hidden states' size."""
+    """Raise ModelError unless the state space is supported, and its heads have the total size `mamba_expand` times the
+    size of the hidden states.
+    """
     expect_state_space(settings)
     expect_inner_size(settings, settings.mamba_expand * settings.hidden_size, "mamba_expand * hidden_size")
 
@@ -130,7 +132,7 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 _MOE, _MLP = "moe", "mlp"
 _BLOCKS = {"M": LINEAR, "*": FULL, "E": _MOE, "-": _MLP, "mamba": LINEAR, "attention": FULL}
-"""The types of Nemotron-H's layers by their names in older files."""
+"""Maps names of layer types in files of Nemotron-H and Granite 4 to the types that this module uses."""
 _NEMOTRON_NAMES = {
     "rms_norm_eps": ("layer_norm_epsilon",),
     "mamba_n_heads": ("mamba_num_heads",),

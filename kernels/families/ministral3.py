@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with queries that grow with their position, and YaRN by default."""
+"""Ministral 3: Mistral with YaRN by default. Queries are multiplied by a factor that grows with their position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mixtral: Mistral with experts in all layers. The gates are the softmax over the chosen experts."""
+"""Mixtral: Mistral with experts in all layers. The weights of a token's experts are a softmax over the chosen
+experts.
+"""
 
 from __future__ import annotations
 

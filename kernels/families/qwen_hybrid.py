@@ -83,8 +83,8 @@ def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    # The files have no intermediate_size, since all layers have experts. There is no setting for normed gates: gates
-    # are always normed.
+    # The files have no intermediate_size, since all layers have experts. There is no norm_topk_prob: the
+    # weights of a token's experts are always normalized.
     settings = read_settings(_fill, _QWEN3_5_MOE | raw | {"intermediate_size": 1})
     experts = settings.experts(shared_size=settings.shared_expert_intermediate_size)
     mlps = [experts] * settings.num_hidden_layers

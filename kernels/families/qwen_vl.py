@@ -35,7 +35,9 @@ def _qwen2_5(describe: Describe) -> Describe:
 
 
 def _qwen3_moe_text(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    """Gates are always normed, whatever the file says. Published files have the experts' matrices transposed."""
+    """Describe the decoder of Qwen3-VL-MoE. The weights of a token's experts are always normalized, whatever
+    `norm_topk_prob` the file has. Published files have the experts' matrices transposed.
+    """
     return describe_qwen3_moe(_MOE | raw | {"norm_topk_prob": True}, architecture, or_transposed=True)
 
 

@@ -5,7 +5,8 @@ slow to build. The base class of transformers' configurations checks the values 
 for single architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
 """
 
-# No `from __future__ import annotations` here: `strict` does not check types with annotations that are strings.
+# No `from __future__ import annotations` here: it turns annotations into strings, and `strict` checks the type of a
+# field only if the annotation is not a string.
 
 import inspect
 import math
@@ -318,8 +319,8 @@ class Settings(PreTrainedConfig):
         return [experts if sparse else mlp for sparse in is_sparse]
 
     def mlps_beside_shared(self: Any, router: RouterSpec) -> list[MlpSpec | ExpertsSpec]:
-        """Return `mlps` with this router, and with `n_shared_experts` experts for all tokens, which are computed as one
-        expert.
+        """Return `mlps` with this router and with a shared expert. All tokens use `n_shared_experts` shared experts;
+        these are computed as one shared expert with their total size.
         """
         shared_size = self.n_shared_experts * self.moe_intermediate_size
         return self.mlps(router=router, shared_size=shared_size, shared_gated=False)
@@ -360,7 +361,8 @@ class Settings(PreTrainedConfig):
     def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
         """Return the rotation of all layers, or of the layers of one type if each type has its own rotation.
 
-        Raise ModelError for a rotation that is not supported or not valid, or that covers a part of each head.
+        Raise ModelError for a rotation that is not supported or not valid, or that covers only a part of each
+        head.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         if (part := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -369,8 +371,8 @@ class Settings(PreTrainedConfig):
         return self._rotation(parameters, layer_type)
 
     def partial_rotation(self: Any, also: str = "") -> tuple[RotationSpec, int | None]:
-        """Return the rotation of all layers, which may cover a part of each head, and `AttentionSpec.rotated`. `also`:
-        a type of rotation that the family supports in addition to SUPPORTED_ROPE.
+        """Return the rotation of all layers, and the value of `AttentionSpec.rotated`. The rotation may cover only a
+        part of each head. `also`: a type of rotation that the family supports in addition to SUPPORTED_ROPE.
 
         Raise ModelError for a rotation that is not supported or not valid, or that does not fit a head.
         """

@@ -88,8 +88,8 @@ class _Plan(NamedTuple):
 
     `decodes`: [n], the sequences with one query. `tiles`: [n, 2]; each entry names a tile of rows by the tile's
     sequence and by the tile's number in the sequence. Only sequences with several queries have tiles. `starts` and
-    `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest context of `decodes`. The end of
-    a single query is the context length, so only tiles need the ends of a batch.
+    `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest context of `decodes`. A
+    sequence with a single query ends at its context length, so only tiles need `AttentionBatch.ends`.
     """
 
     decodes: Tensor
@@ -218,8 +218,8 @@ def _scoring(inputs: _Inputs) -> dict[str, Any]:
 
 
 def _shapes(inputs: _Inputs, rows: int) -> dict[str, Any]:
-    """Return the compile-time constants that all kernels share. `SIZE` and `REST`: V and D - V padded to sizes that a
-    tile may have; `REST` is 0 if D equals V.
+    """Return the compile-time constants that all kernels share. `SIZE`: V, padded to a size that a
+    tile may have. `REST`: D - V, padded to a size that a tile may have; 0 if D equals V.
     """
     (_, heads, key_size), value_size = inputs.q.shape, inputs.value_size
     rest = max(16, _power_of_2(key_size - value_size)) if key_size > value_size else 0

@@ -8,7 +8,8 @@ the grid has the largest possible size, and programs beyond the last tile end im
 A product follows the rules of `products`. The rows of x are on the N side of the matrix instruction. The shape of one
 expert's weight determines the pieces that K is cut into. One program sums all pieces in ascending order. Each element
 of a product is therefore bit-identical to the result of `linear` with the weight of this expert alone, whatever other
-rows are in the list. The products with `down` are multiplied by the gates and stored pair by pair in float32. A last
+rows are in the list. The products with `down` are multiplied by the gates (the
+weights of a row's experts in the sum) and stored pair by pair in float32. A last
 kernel adds the products of a row in ascending order of expert id. No kernel adds floats atomically.
 
 This module owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's
@@ -55,7 +56,7 @@ TILES = (
 MOST_MADE = 2**28  # bytes of products with `down` that are held at once, unless 16 rows take more
 _LISTED = 1024  # pairs that a program lists at a time
 _WIDE_FEATURES, _WIDE_DEPTH = 16, 128
-_NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
+_NO_KEY = tl.constexpr(-(2**63))  # below the key that `_are_best` gives to any expert
 
 
 class _Lists(NamedTuple):
@@ -138,8 +139,8 @@ def experts(
 def expert_sums(
     x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
 ) -> Tensor:
-    """Return the float32 sums [M, H] of `experts` over the experts that `spec.own` names, before the shared expert and
-    before rounding.
+    """Return the float32 sums [M, H] of `experts` over the experts that `spec.own` names, before the
+    shared expert is added and before the sums are rounded.
     """
     (first, count), out = spec.own, torch.empty(x.shape, dtype=torch.float32, device=x.device)
     # No kernel reads the outputs of experts with the id `count`.
@@ -170,8 +171,9 @@ def _mix(
     out: Tensor,
     held: int | None = None,
 ) -> None:
-    """Compute `experts`, and store the result in `out`. `held`: the number of experts in `weights`, if a row may have
-    experts outside `weights`. In `experts`, the id of every expert outside `weights` is `held`.
+    """Compute the result of the function `experts` for one part of the rows, and store it in `out`. `held`: the number
+    of experts in `weights`, if a row may have experts outside `weights`; otherwise None. In the argument `experts`, the
+    id of every expert outside `weights` is `held`.
     """
     (rows, hidden), inner, count = x.shape, spec.intermediate_size, held or spec.num_experts
     tile = _tile(experts.numel(), count, hidden, inner)
@@ -460,8 +462,8 @@ def _gate_up_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (i, tile) computes block i of the features of a tile's inner rows. The rows are stored in the order of
-    the lists.
+    """Program (i, tile) computes block i of the features of a tile's inner rows. An inner row is activation(gate) * up
+    for one pair. The inner rows are stored in the order of the lists.
 
     The first half of a tile's features belongs to `gate`, and the second half belongs to `up`. `features`, `columns`
     and `piece` are counted in units (`products.unit`).
@@ -604,7 +606,7 @@ def _tree_of_groups(
     """
     if GROUPS == 1:
         total = tl.zeros(inside.shape, tl.float32)
-        for i in range(TOP_K):  # unrolled, the loads of all groups would take too many registers
+        for i in range(TOP_K):  # not unrolled, because the loads of all groups would take too many registers
             mine = inside & (tl.load(experts_ptr + i) // GROUP == FIRST)
             total += tl.load(made_ptr + i * features + feature, mask=mine, other=0.0)
     else:

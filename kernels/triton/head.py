@@ -157,7 +157,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     launch(_count_kept_kernel, (rows,), ordered, *filters, kept, warps=4, V=vocab_size, TILE=SECTION)
     ranks = torch.arange(vocab_size, device=logits.device)
     dropped = torch.empty_like(logits, dtype=torch.bool).scatter_(1, ids, ranks >= kept[:, None])
-    # torch's sort orders a NaN by its sign, so rows with NaN stay unchanged.
+    # torch's sort orders a NaN by its sign, so the ranks in a row with NaN have no meaning. Such a row stays unchanged.
     return logits.masked_fill_(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
 
 
@@ -193,8 +193,8 @@ def _reduce_section_kernel(
 ) -> None:
     """One program per section of a row: compute the partial results that `_fold_sections_kernel` folds.
 
-    `peaks`: the highest logit in the section, among the logits from which the log-prob is computed: the logits before
-    or after division by the temperature. `totals`: the sum of exp(logit - peak) over the section's logits. `bests`: the
+    `peaks`: the highest logit in the section. For `peaks` and `totals`, logits are divided by the temperature unless
+    `raw` is set, as for the log-prob. `totals`: the sum of exp(logit - peak) over the section's logits. `bests`: the
     highest score in the section; the token with the highest score is chosen. `best_ids`: the lowest id with the highest
     score. NaN ranks highest.
     """

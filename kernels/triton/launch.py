@@ -54,7 +54,8 @@ _NUMBERS = {"i32": 16, "fp32": 1.0}  # placeholders for arguments of these types
 class Launch:
     """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages.
 
-    `grid`, `values`: the grid and arguments of one launch. For a tensor argument, the value is the tensor's size in
+    `grid`, `values`: the grid and arguments of one launch that used this form.
+    For a tensor argument, the value is the tensor's size in
     bytes.
     """
 

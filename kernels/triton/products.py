@@ -90,7 +90,7 @@ TILES = (
 # Smaller tiles, for programs that need registers to sum several pieces or to store results one by one.
 CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 4))
 CODED_CUT_TILES = CUT_TILES[0], CUT_TILES[2]
-NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # if K is not a multiple of 8 and elements are loaded one by one
+NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # for a K that is not a multiple of 8: elements are loaded one by one
 APART_TOKENS = 1024  # the parts of more tokens would take hundreds of MB
 HEAD_FEATURES, HEAD_DEPTH = 64, 64  # the tile of a program that multiplies one head
 FOLD_COLUMNS = 1024
@@ -286,7 +286,7 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int, coded
     largest number of pieces of any weight. `coded`: whether the weights are quantized.
     """
     tiles, cut = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES, CUT_TILES
-    if coded:  # values take the registers of a second accumulator, and of some sums of a tree
+    if coded:  # the values of codes need the registers of a second accumulator, and of some sums of a tree
         tiles, cut = tuple(tile for tile in tiles if not tile.more), CODED_CUT_TILES
     whole, apart = (cut, tiles) if pieces > 1 else (tiles, ())
     if pieces > 4:

@@ -10,8 +10,9 @@ same arithmetic in the same order for prompts and decodes, so results do not dep
   More columns per program would leave most of a GPU idle for a single prompt. Fewer than 8 columns would waste
   bandwidth, since each access to memory reads at least 8 float32 values.
 - The convolution: a program takes some rows of one sequence and some channels. A program of the convolution sums each
-  element separately, starting with the oldest token. The program that convolves a sequence's first rows reads the old
-  tail and writes the new tail. No other program reads the old tail.
+  element separately, starting with the oldest token. The tail of a sequence holds the last rows before the batch, which
+  the convolution also needs. The program that convolves a sequence's first rows reads the old tail and writes the new
+  tail. No other program reads the old tail.
 
 Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. If
 every sequence has one row, the kernel computes where each row is, without a tensor of locations, so a CUDA graph can

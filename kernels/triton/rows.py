@@ -194,7 +194,7 @@ def _write_kv_kernel(k_ptr, v_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, HEADS: t
 @exact_jit
 def _write_latent_kernel(k_ptr, slots_ptr, cache_ptr, SIZE: tl.constexpr, VALUES: tl.constexpr):
     """Store the key of a token of latent attention. In the first VALUES elements, 0 replaces elements that are not
-    finite. If any element of the key is not finite, all later elements are NaN.
+    finite. If any element of the key is not finite, all elements after the first VALUES elements are NaN.
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, triton.next_power_of_2(SIZE))  # type: ignore[reportArgumentType]

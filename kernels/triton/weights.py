@@ -1,8 +1,9 @@
 """Tiles of weights in registers. A weight is a plain tensor, or rows of codes and scales (`coded.CodedWeight`).
 
-The value of an element of a quantized weight is the float32 product of its number and its scale, rounded to the dtype
-of the activations. A product with a quantized weight therefore has the same bits as the product with a plain weight of
-these values. Once a tile is loaded, the kernels do not distinguish the two kinds of weights. `FORMAT` is the `Format`
+The value of an element of a quantized weight is the float32 product of the number that the element's code stands for
+and the element's scale, rounded to the dtype of the activations. A product with a quantized weight
+therefore has the same bits as the product with a plain weight of these values. Once a tile is loaded, the
+kernels do not distinguish the two kinds of weights. `FORMAT` is the `Format`
 of a weight, or None for a plain weight. Kernels read only the fields of a format, because the key of Triton's cache has
 the fields, but not the code of properties.
 
@@ -98,7 +99,7 @@ def load_weight(
         row_scale, scales, _ = places_in_row(columns, FORMAT)
         if FORMAT.columns is None:
             group = tl.zeros([1], tl.int32)
-        elif SPAN == FORMAT.columns:  # loads that the compiler can join
+        elif SPAN == FORMAT.columns:  # in this form, the compiler can join the loads of neighbouring scales
             group = tl.multiple_of(k // SPAN, LEAST // SPAN) + tl.arange(0, STEPS)
         else:
             group = (k + tl.arange(0, STEPS) * SPAN) // FORMAT.columns

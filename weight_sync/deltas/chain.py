@@ -36,7 +36,8 @@ def find_way(
 
     `read`: reads the index of a version; raises PushError if the folder is missing or incomplete. `served`: None if the
     worker has no complete weights. `push_id`: the id that the push of `version` must have; None to accept any push.
-    Raise PushError if the chain does not lead to `version`, or if a folder holds another push.
+    Raise PushError if the chain does not lead to `version`, or if a folder holds a push other than the
+    needed push.
     """
     found: list[Index] = []
     while len(found) < MOST_FOLDERS:

@@ -34,7 +34,7 @@ _POSITION = np.dtype("<u4")
 MOST_OVERWRITTEN = 2**32
 """Limit on the bytes of a tensor with the encoding `overwrite`, since positions are uint32."""
 _MOST_WINDOW = 2**27
-"""Limit on the memory that a frame may require, in bytes."""
+"""Limit on the memory that the decompression of a frame may require, in bytes."""
 _CHUNK = 2**20
 
 
@@ -90,7 +90,7 @@ def encode(encoding: Encoding, old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 def compress(encoding: Encoding, data: np.ndarray, threads: int) -> bytes:
     """Compress data at several levels, and return the shortest frame, which is no longer than slime's frame. `data`:
-    see `encode`. `threads`: the number of threads for levels above 1.
+    the uncompressed delta that `encode` returned. `threads`: the number of threads for levels above 1.
     """
     frames = (
         zstandard.ZstdCompressor(level=level, threads=threads if level > 1 < threads else 0).compress(data.data)
@@ -102,7 +102,8 @@ def compress(encoding: Encoding, data: np.ndarray, threads: int) -> bytes:
 def apply(encoding: Encoding, state: np.ndarray, frame: memoryview) -> None:
     """Apply a delta to the bytes of a tensor, in place. `state`: uint8 [N]. `frame`: the compressed delta.
 
-    Memory: 1 MiB for `xor`, at most 5 N bytes for `overwrite`, and the memory that the frame requires, at most 128 MiB.
+    Memory: 1 MiB for `xor`, or at most 5 N bytes for `overwrite`. In addition, the decompression of the frame takes at
+    most 128 MiB.
     Raise ValueError if the delta is corrupt or belongs to a tensor of another size; `state` is then undefined.
     """
     unpacker = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)

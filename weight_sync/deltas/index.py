@@ -1,4 +1,5 @@
-"""The description of one folder of a chain: which version it holds, and how. Imports no torch.
+"""The description of one folder of a chain: the version that the folder holds, and how the tensors are stored. Imports
+no torch.
 
 A folder is a Hugging Face checkpoint with safetensors files and a `model.safetensors.index.json`, as slime writes it.
 The index of a delta has these texts in its `metadata`: `version`, `base_version`, `delta_encoding`,
@@ -44,8 +45,9 @@ class Delta:
 
 @dataclass(frozen=True)
 class Index:
-    """The content of a folder. `files`: the file of each tensor, by the tensor's name; None if the folder has no index,
-    and thus a single file. `checksum_format`: the kind of checksum that each tensor of this version has; None if there
+    """The content of a folder. `files`: the file of each tensor, by the tensor's name; None if the folder has no index.
+    A folder without an index has a single safetensors file, `MODEL_FILE`.
+    `checksum_format`: the kind of checksum that each tensor of this version has; None if there
     are no checksums. The metadata of a tensor's file has the checksum under the tensor's name. `delta`: None for a full
     checkpoint. `push_id`: the id of the push of this version; None if the writer of the folder stores no push ids.
     """

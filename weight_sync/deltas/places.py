@@ -45,7 +45,9 @@ def is_url(place: str) -> bool:
 
 
 def place_for_worker(place: str, policy: PushPolicy) -> Place:
-    """Return the place of a chain that another process names. Raise PushError if `policy` forbids the URL."""
+    """Return the `Place` of the chain in `place`, a folder or URL that another process has chosen. Raise PushError if
+    `place` is a URL that has a password or that `policy` forbids.
+    """
     if not is_url(place):
         return LocalPlace(place, policy)
     _check_no_password(place)
@@ -84,7 +86,7 @@ class LocalPlace:
 
 
 class OwnPlace:
-    """A folder that this process names itself, and reads with its own rights."""
+    """A folder that this process has chosen. The process reads the files with its own rights, without a policy."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -112,7 +114,7 @@ class RemotePlace:
             from fsspec.core import url_to_fs
 
             self._files, self._path = url_to_fs(self._url)
-            self._files.invalidate_cache()  # another process has written folders since
+            self._files.invalidate_cache()  # another process may have written folders after fsspec cached its lists
         except (ImportError, ValueError) as error:
             raise PushError(
                 f"chain: cannot read {url!a:.200}: {error!s:.200}; run pip install 'trueroll[object-store]' and the "

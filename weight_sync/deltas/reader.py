@@ -97,7 +97,7 @@ class ChainReader:
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Do nothing, because `read` refuses the bucket."""
+        """Do nothing. A chain has no buckets, and `read` refuses any bucket."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         raise PushError(f"bucket {bucket.index}: a push from a chain has no buckets; send verify_push instead")
@@ -200,7 +200,9 @@ class ChainReader:
         steps.append(step)
 
     def _checkpoint_names(self) -> list[str]:
-        """Return the tensors of the full checkpoint that begins the chain."""
+        """Return the names of the tensors in the full checkpoint that begins the chain. Raise PushError if a delta
+        changes a tensor that the full checkpoint lacks.
+        """
         if late := [name for name, [first, *_] in self._steps.items() if first.index.delta is not None]:
             raise PushError(
                 f"tensor {late[0]}: the chain has a delta to it, but its full checkpoint lacks it; write a full "
@@ -209,7 +211,9 @@ class ChainReader:
         return list(self._steps)
 
     def _served_names(self) -> list[str]:
-        """Return the served parameters, split into parts where the deltas have parts."""
+        """Return the names of the tensors that the deltas change, and of all other served parameters. If the deltas
+        change parts of a parameter, return the names of all its parts instead of the parameter's name.
+        """
         names = dict.fromkeys(self._steps)
         parts = self._spellings.parts_among(names)
         for name in self._wanted.shapes:

@@ -1,7 +1,8 @@
 """The description of one folder of a chain that SkyRL wrote. Imports no torch.
 
 The format is that of SkyRL 0.4.0 (github.com/NovaSky-AI/SkyRL, `weight_sync/delta/checkpoint.py`). A folder such as
-`delta-00000123` has the deltas to version 122: files with one tensor of uint8 for each changed tensor, encoded with
+`delta-00000123` has the changes from version 122 to version 123: files with
+one tensor of uint8 for each changed tensor, encoded with
 `xor` and compressed as in slime's format, and a `manifest.json`, which is written last. The manifest lists the file and
 the checksum of each tensor. There are no full checkpoints: version 0 is the checkpoint from which the run began.
 """

@@ -58,7 +58,7 @@ class _Folder:
         with explained(self._final):
             write_text(self.path / INDEX_FILE, index.to_json())
             sync(self.path)
-            if self._final.exists():  # of an earlier push of the version, which may be served
+            if self._final.exists():  # an earlier push of this version wrote it, and workers may serve that push
                 self._final.rename(_replaced(self._final, index.push_id))
             self.path.rename(self._final)
             sync(self._final.parent)
@@ -107,7 +107,9 @@ class DeltaWriter:
         self._folder = _Folder(parent, self._index)
         self._digests: dict[str, str] = {}
         self._frames: dict[Encoding, dict[str, int]] = {encoding: {} for encoding in ENCODINGS}
-        """The number of bytes of each compressed delta, in the order in which they are written."""
+        """For each encoding, the number of bytes of each tensor's compressed delta, by the tensor's name. The names are
+        in the order in which the deltas are written.
+        """
         with explained(self._folder.path):
             self._spools = {encoding: tempfile.TemporaryFile(dir=self._folder.path) for encoding in ENCODINGS}
 
@@ -164,7 +166,9 @@ def take_back(folder: Path, push_id: str) -> None:
 
 
 def _replaced(folder: Path, push_id: str | None) -> Path:
-    """Return the path of the folder that the folder of a push replaces, until the push is committed."""
+    """A push with the id `push_id` may replace `folder` by a new folder. Return the path at which the replaced folder
+    is kept until the push is committed.
+    """
     assert push_id is not None
     return folder.with_name(f"{folder.name}-{push_id[:8]}.old.tmp")
 

@@ -25,7 +25,8 @@ MOST_CONFIG_BYTES = 2**20
 MOST_MATCHES = 2**21
 """Limit on the number of modules times the number of patterns for them."""
 _IGNORED = INERT | USED | PLAIN.keys() | {"lora_dropout"}  # dropout is for training only
-# PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base weights before the training, and MiCA is a variant of its own.
+# The supported values of init_lora_weights. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA are not among them, because they
+# change the base weights before the training. MiCA is not among them, because it is a variant of its own.
 _INITIALIZATIONS = (True, "gaussian", "eva", "orthogonal")
 # In PEFT, a pattern is a regular expression. Expressions with repetitions or choices could take exponential time.
 _PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_.-]|\\\.)+")

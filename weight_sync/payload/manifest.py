@@ -62,7 +62,8 @@ class Rows(_Part):
     """Rows [start, start + length) of the tensor `name`, as bytes in the tensor's dtype.
 
     `shape`: the shape of the whole tensor. The bytes are at [offset, offset + num_bytes) of the bucket. The pieces of a
-    tensor are sent in the order of the tensor's rows. `checksum`: None if the bucket has a word sum.
+    tensor are sent in the order of the tensor's rows. `checksum`: checksum of the piece's bytes; None if the bucket
+    has one checksum of all its bytes instead (`Bucket.word_sum`).
     """
 
     kind: Literal["rows"] = "rows"

@@ -41,8 +41,8 @@ class BeginPush(Message):
       push either contains adapters only, and may have any source, or comes from a folder in PEFT's format. If `adapter`
       is set, `weight_version` is the version of this adapter. Requests choose the adapter by its name.
     - `allow_older`: accept a version that is not later than the served version.
-    - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
-      worker opens the push's source until the commit, the worker generates no tokens.
+    - `in_place`: write into the live weights, for workers without memory for a second set of weights. From the time
+      when the worker opens the push's source until the commit, the worker generates no tokens.
     - `in_flight`: with `in_place`, what happens to running requests when the push begins. If `in_flight` is `drain`,
       the drain may take up to `drain_timeout` seconds. If `in_flight` is `keep`, `verify_push` is refused while a
       request with `one_version` is unfinished, so that the push fails before any worker commits.
@@ -74,8 +74,8 @@ class BeginPush(Message):
 
 
 class StageBucket(Message):
-    """Call that announces a bucket. A successful reply means that the bytes are correct and copied, and that the slot
-    is free.
+    """Call that announces a bucket. A successful reply means that the bytes are correct and copied. The memory that
+    held the bucket in transit, such as a slot of `SharedSource`, is then free for another bucket.
     """
 
     type: Literal["stage_bucket"] = "stage_bucket"
@@ -138,7 +138,8 @@ class Weights(Message):
       current values of these parameters.
     - `renamed`, `respelled`, `left_out`: how the trainer's names become the names in `shapes` (`spellings.own_name`).
     - `quantization`: the format in which the worker stores weights, such as `fp8`, or `none`. The worker quantizes the
-      pushed weights. In a push of adapters, the checksums of base weights are computed from the rounded values.
+      pushed weights. In a push of adapters, the checksums of base weights are computed from the values that the
+      weights have after quantization.
     - `adapters`: the version of each named adapter that the worker serves.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.

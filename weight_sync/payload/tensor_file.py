@@ -87,8 +87,9 @@ class LocalFile:
 class TensorFile:
     """The tensors of the safetensors file `file`.
 
-    `dtype_of`: returns the dtype that a tensor must have, such as bfloat16, by the tensor's name; None if the tensor is
-    not read and may have any dtype. `entries`: the tensors, in the order of their bytes in the file. `metadata`: the
+    `dtype_of`: takes a tensor's name, and returns the dtype that the tensor must have, such as bfloat16. `dtype_of`
+    returns None for a tensor that is not read; such a tensor may have any dtype.
+    `entries`: the tensors, in the order of their bytes in the file. `metadata`: the
     texts in the header, by key.
 
     Raise PushError if the file is not a complete safetensors file with tensors of these dtypes. The error names the

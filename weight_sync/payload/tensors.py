@@ -91,8 +91,9 @@ def copy_and_checksum(place: torch.Tensor, source: torch.Tensor, dtype: torch.dt
 
 
 def copy_checked(place: object, source: torch.Tensor, reject_nonfinite: bool) -> tuple[int, bool] | None:
-    """Copy a tensor to `place`, rows of a weight in any storage layout, in one pass over the memory. Return the
-    `checksum` of the tensor's bytes, and a bool. The bool is True if all numbers are finite or `reject_nonfinite` is
+    """Copy a tensor to `place` in one pass over the memory. `place`: rows of a weight, in any storage layout. Return
+    the `checksum` of the tensor's bytes, and a bool.
+    The bool is True if all numbers are finite or `reject_nonfinite` is
     False.
 
     `source`: a tensor for which `is_plain` holds. Return None, without a copy, if the native library cannot write to

@@ -1,7 +1,8 @@
 """A PEFT model's adapters, as a push sends them: alone, or together with all tensors of the model.
 
-Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if the tensor's version
-counter in torch, or the tensor's address, has changed. Keeps no tensor alive.
+Owns the checksums of the tensors that adapters are added to. The checksum of an unsharded tensor is computed again only
+if the tensor's version counter in torch, or the tensor's address, has changed. The checksum of a sharded tensor is
+computed each time. Keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 NONE = "none"
 """The setting `quantization` of a worker with plain weights."""
 Rounding: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the values that a worker with quantized weights has of a tensor, in the tensor's dtype. Raises ValueError for
-a tensor that the format cannot store. Equal roundings return the same values.
+"""Takes a tensor, and returns the values that the tensor has after a worker quantizes it, in the tensor's dtype. Raises
+ValueError for a tensor that the format cannot store. Equal roundings return the same values.
 """
 
 
@@ -35,8 +36,8 @@ class _Known(NamedTuple):
 
 
 class Checksums:
-    """Checksums of tensors, computed after conversion to a given dtype and after rounding. A checksum is cached for as
-    long as its tensor lives and does not change.
+    """Checksums of tensors, computed after conversion to a given dtype and after rounding. The checksum of
+    an unsharded tensor is cached for as long as the tensor lives and does not change.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,8 @@ class Checksums:
 class AdaptedTensors(Protocol):
     """A PEFT model's tensors and adapters, under the names that workers know.
 
-    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained as a whole, without an
+    `tensors`: the tensors of the model, without the matrices A and B of the adapters.
+    `replaced`: names of the tensors that are trained as a whole, without an
     adapter. `adapters`: maps the name of each adapted weight [N, K] to (A [R, K], B [N, R], scale of the product B A).
     """
 
@@ -83,8 +85,9 @@ class TrainerAdapters:
 
     `sent`: the tensors to send, under the names that workers use. `tensors`: first the base weights that are not sent,
     then the tensors in `sent`. Every rank of the trainer gathers the tensors in the order of `tensors`.
-    `roundings_of`: returns how workers with a setting `quantization` other than `none` round the model's weights, by
-    the workers' names. Raise PushError if `alone` is set and no adapter is enabled.
+    `roundings_of`: takes a setting `quantization` other than `none`, and returns how workers with this setting round
+    the model's weights. The keys of the result are the names that workers use for the weights.
+    Raise PushError if `alone` is set and no adapter is enabled.
     """
 
     def __init__(

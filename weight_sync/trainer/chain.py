@@ -1,8 +1,8 @@
 """The trainer's end of a chain: writes the folder of each push, as a full checkpoint or as the delta to the last push.
 
 Owns the copy of the last pushed weights, with which the new weights are compared, and the folders of the chain. Does
-not own the transaction with the workers. A delta is written only to a committed push: after a failed push, the next
-folder is a full checkpoint.
+not own the transaction with the workers. The base of a delta is always a committed push. After a failed push, the next
+folder is therefore a full checkpoint.
 """
 
 from __future__ import annotations

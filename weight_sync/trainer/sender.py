@@ -5,8 +5,9 @@ have committed the weights.
   each piece at a multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut
   at a row where a cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not
   be cut. No bucket has more than `MOST_PIECES` pieces.
-- `Outbox` fills one slot while the other slots are in flight. `Outbox` copies each tensor once, directly into a
-  slot. The copy into the slot also converts the tensor to the workers' dtype and moves the tensor to the slot's device.
+- `Outbox` fills one slot (memory for one bucket) while the other slots are in flight. `Outbox` copies each tensor
+  once, directly into a slot. The copy into the slot also
+  converts the tensor to the workers' dtype and moves the tensor to the slot's device.
 - `WeightSender` owns the buffers, the copy of the served weights (for sparse pushes), and the checksums of base weights
   (for pushes of adapters).
 
@@ -90,7 +91,9 @@ transfers would overlap.
 
 @dataclass(slots=True)
 class Cut:
-    """A piece: units [start, start + length) of a packed object, stored in bucket `bucket` from byte `offset` on."""
+    """A piece: units [start, start + length) of a packed object, stored in bucket `bucket` from byte `offset` on. A
+    unit is a row, or a changed element with its index.
+    """
 
     start: int
     length: int
@@ -99,7 +102,9 @@ class Cut:
 
 
 class Packer:
-    """Packs objects into buckets, one after the other. The packer's only state is the end of the last object."""
+    """Packs objects into buckets, one after the other. The packer's only state is the current bucket, the end of the
+    last object in this bucket, and the number of pieces in this bucket.
+    """
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -255,7 +260,8 @@ class Outbox:
         self._begun.result()
         slot, filling = self._slot, self._filling
         content = self._slots.slots[slot][: filling.end]
-        total = word_sum(content) if self._slots.has_word_sums else None  # synchronizes, so that the slot is filled
+        # `word_sum` synchronizes the device, so the slot is completely filled before it is sent.
+        total = word_sum(content) if self._slots.has_word_sums else None
         bucket = Bucket(index=filling.index, num_bytes=filling.end, pieces=tuple(filling.pieces), word_sum=total)
         self._staged[slot] = self._transaction.stage(bucket)
         if filling.end:
@@ -615,7 +621,7 @@ def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
 
 
 def _check_quantization(workers: PushTargets, replies: Sequence[Weights]) -> None:
-    """Raise PushError if the workers quantize differently, so that the base weights of adapters differ."""
+    """Raise PushError if the workers quantize differently. Adapters would then be added to different base weights."""
     (first, *others) = replies
     for address, other in zip(workers.addresses[1:], others, strict=True):
         if other.quantization != first.quantization:

@@ -222,7 +222,7 @@ class Checklist:
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check a tensor. Return whether a tensor must be sent. Raise PushError if the tensor is wrong or was sent
+        """Check a tensor. Return whether this tensor must be sent. Raise PushError if the tensor is wrong or was sent
         before.
         """
         self._check(name, tuple(tensor.shape))

@@ -1,8 +1,8 @@
 """The transaction of a push with its workers: begin, buckets, verify, commit; or abort.
 
 Owns the order of the phases, and the report of a failure: which worker failed, why, and what each worker serves now.
-Does not own the content of the buckets, or their transport. Guarantees: no worker commits before every worker has
-verified, except workers that were lost. If a push fails before the commit, it is aborted at every worker.
+Does not own the content of the buckets, or their transport. Guarantees: no worker commits before every worker that was
+not lost has verified. If a push fails before the commit, it is aborted at every worker.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .targets import OF_LOST_WORKERS, Lost, PushTargets, WorkerFailure
 ABORT_SECONDS = 5.0
 """Maximum time for workers to answer an abort, in seconds."""
 SHARE_TO_LOSE = 0.75
-"""A worker that may be lost must answer within this share of the timeout. The other workers wait for their next call
-until the timeout.
+"""If a push can continue without lost workers, a worker that does not answer within this share of the timeout is lost.
+The share is less than 1, because the other workers wait for their next call only until the timeout.
 """
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,9 @@ class Transaction:
         return [*(self._lost or ())]
 
     def lose(self, receiver: int) -> None:
-        """Continue without a worker, if possible. Thread-safe. `receiver`: see `source` of `begin`."""
+        """Continue without a worker, if possible. Thread-safe. `receiver`: the worker's index among
+        the workers that get buckets.
+        """
         if self._lost is not None:
             address = self._receivers.addresses[receiver]
             self._lost.setdefault(address, WorkerLostError("worker: its process or its network connection has ended"))

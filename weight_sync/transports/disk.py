@@ -108,8 +108,8 @@ class FolderReader:
 
     `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: maps the name
     of each tensor with a dtype other than `dtype` to the tensor's dtype. Raise PushError if `policy` forbids reading
-    the folder, or if the folder holds another push. Also raise PushError if the manifest or the header is invalid or
-    too long.
+    the folder, or if the manifest does not have this `push_id`, `version` and `dtype`. Also raise PushError if the
+    manifest or the header is invalid or too long.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FolderReader:
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Do nothing, because `read` refuses the bucket."""
+        """Do nothing. A folder has no buckets, and `read` refuses any bucket."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         raise PushError(f"bucket {bucket.index}: a push by disk has no buckets; send verify_push instead")

@@ -13,7 +13,8 @@ from ..payload.manifest import Bucket, Source
 class Slots(Protocol):
     """The trainer's end of a transport, for one push. `slots`: uint8 tensors, each with memory for one bucket.
 
-    `has_word_sums`: whether each bucket has one word sum instead of a checksum of each piece. Buckets in GPU memory
+    `has_word_sums`: whether each bucket has one checksum of all its bytes (`Bucket.word_sum`) instead of a checksum of
+    each piece. Buckets in GPU memory
     have word sums.
     """
 

@@ -10,7 +10,8 @@ DESCRIPTOR. Therefore only the fork server outlives a push, and no process outli
 A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
 this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then one `receive`
 per request. The worker sends each request as `{"side", "num_bytes"}`. `receive` means that a broadcast of `num_bytes`
-bytes has been stored at the beginning of memory number `side`. The last message is `{"failed": REASON}` or `{"ended":
+bytes has been stored at the beginning of memory number `side`, one of the memories ("sides") that the receiving process
+shares with the worker. The last message is `{"failed": REASON}` or `{"ended":
 CODE}`, where a negative code is the signal that ended the process. The module `gloo_reader` is the worker's end of the
 channel.
 """

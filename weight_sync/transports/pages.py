@@ -48,7 +48,8 @@ def _map(file: int, num_bytes: int) -> torch.Tensor:
         reserved = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=_PRIVATE)
     except OverflowError as error:
         raise OSError(str(error)) from None
-    start = -torch.frombuffer(reserved, dtype=torch.uint8).data_ptr() % HUGE_PAGE  # only then can huge pages be mapped
+    # Huge pages can only be mapped at a multiple of their size.
+    start = -torch.frombuffer(reserved, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     memory = torch.frombuffer(reserved, dtype=torch.uint8, count=num_bytes, offset=start)
     access, address = mmap.PROT_READ | mmap.PROT_WRITE, memory.data_ptr()
     if _system().mmap(address, num_bytes, access, mmap.MAP_SHARED | _FIXED, file, 0) != address:

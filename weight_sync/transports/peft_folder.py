@@ -80,7 +80,7 @@ class PeftFolder:
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Do nothing, because `read` refuses the bucket."""
+        """Do nothing. A folder has no buckets, and `read` refuses any bucket."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         raise PushError(f"bucket {bucket.index}: a saved adapter has no buckets; send verify_push instead")
@@ -121,7 +121,9 @@ class PeftFolder:
         return tuple((own, rank, scale) for own, (rank, scale) in zip(modules, ranks, strict=True))
 
     def _check_weight(self, entry: TensorEntry, own: str, weights: NamedParameters) -> None:
-        """Raise PushError unless the worker has the weight `own`, so that only names of the model are matched later."""
+        """Raise PushError unless the worker has the weight `own`. After this check, only modules of the worker's model
+        are matched against the config's patterns.
+        """
         if own in weights.shapes:
             return
         if spellings_of(weights).part(own) is not None:

@@ -143,8 +143,9 @@ class RelaySlots:
 
 
 def packed_members(members: list[tuple[str, int]]) -> bytes:
-    """Return the message with the addresses of the members that a worker may receive from, the best one first: the
-    message's length in 2 bytes, and JSON. The trainer is always the last member, and is not listed.
+    """Return the message that lists the addresses of the members that a worker may receive from, the best one first.
+    The trainer is always the last member, and is not listed. The list is sent as JSON, after the length of the JSON
+    text in 2 bytes.
     """
     text = json.dumps(members).encode()
     return len(text).to_bytes(2, "big") + text

@@ -33,8 +33,9 @@ from .relay_server import FRAME, HELLO, JOIN, MOST_FRAME_BYTES, STREAM, Server, 
 from .sockets import TURN_SECONDS, Link, LinkClosed
 
 SILENT_SECONDS = 3.0
-"""If a worker sends no bytes of an announced bucket for this long, another member is tried, because the trainer has all
-bytes of an announced bucket. The time is at most `SILENT_SHARE` of the push's timeout. For each other worker before
+"""If a worker sends no bytes of an announced bucket for this many seconds, another member is tried. At least the
+trainer has all bytes of an announced bucket.
+The time is at most `SILENT_SHARE` of the push's timeout. For each other worker before
 this one in the chain, the time is longer by `SILENT_STEP`. If a worker is silent, the worker directly after it
 therefore gives up first, and can serve the later workers before they give up.
 """

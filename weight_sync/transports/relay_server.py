@@ -53,7 +53,7 @@ class _Held:
 
 class Store:
     """The buckets of a push that are in this process's memory. One thread fills the buckets, and any number of threads
-    read them. The waits raise StoreClosed.
+    read them. A method that waits raises StoreClosed if the push is closed or fails, or if the bucket was removed.
     """
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingArea, guarded: Guard) -> None:
-    """Make `staging` expect adapters. Raise OtherBaseError if `adapters.base` differs from `weights` in any bit, and
-    PushError if the staging has no place for the adapters.
+    """Make `staging` expect adapters. Raise OtherBaseError if a checksum in `adapters.base` differs from the
+    checksum of the worker's own base weight. Raise PushError if the staging has no place for the adapters.
     """
     factors = {name: (*factor_names(name), rank, scale) for name, rank, scale in adapters.weights}
     with guarded():

@@ -285,9 +285,10 @@ class Assembly:
         """Check a piece and write it into the staging. `check` must have passed.
 
         `data`: the bytes of the piece, in memory that is reused afterwards. `guarded`: entered for each write. Raise
-        PushError if `piece` is not the next piece of its tensor, or if the piece has wrong bytes. A long piece is
-        written in parts while it is checked, unless the push is in place; a staging with wrong bytes must be dropped. A
-        piece without a checksum belongs to a bucket that `inspect_all` has checked.
+        PushError if `piece` is not the next piece of its tensor, or if the piece has wrong bytes. Unless the
+        push is in place, a long piece is written in parts while it is checked. After PushError, the staging may
+        therefore contain wrong bytes, and must be dropped. If a piece has no checksum, `inspect_all` must have checked
+        the piece's bucket.
         """
         if isinstance(piece, Rows):
             self._take_rows(piece, data, guarded)

@@ -198,7 +198,7 @@ class Intake:
         """
         index = call.bucket.index
         if len(self._early) < self._most_early and 0 < index - self.num_buckets <= self._most_early:
-            self._early[index] = call  # the previous call was lost with a connection, and will be sent again
+            self._early[index] = call  # the call for an earlier bucket was lost with a connection, and will come again
             return
         self._take(call.bucket)
         yield call.id
@@ -207,7 +207,8 @@ class Intake:
             yield early.id
 
     def finish(self, num_buckets: int) -> None:
-        """Add the buckets of a folder, which come without calls. Raise PushError if the push is still incomplete.
+        """Add the buckets that the reader yields without calls from the trainer, such as the tensors of a folder. Raise
+        PushError if the push is still incomplete.
 
         `num_buckets`: number of buckets that the trainer has announced.
         """
@@ -256,8 +257,8 @@ class Receiver(threading.Thread):
     `served`: the weights that a chain of deltas may begin with; None if the worker serves no complete weights. `named`:
     where named adapters are received; None if the worker serves no named adapters. `publish`: the function that the
     receiver calls with each event, on the receiver's thread. `progress` may be read at any time. `staging` may be read
-    once the push is verified. After verification, do not call `take` again: the worker takes the staging for the
-    commit, and calls `close`.
+    once the push is verified. When the worker begins the commit, it uses the staging and calls `close`. From then on,
+    do not call `take` again.
     """
 
     def __init__(

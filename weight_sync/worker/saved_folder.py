@@ -62,8 +62,8 @@ class SavedPush(BaseModel):
 
 class SavedRecord(BaseModel):
     """The saved weights. `model`, `dtype`, `quantization`: the worker's settings. `push`: the push that the weights
-    come from. `base`: if adapters were added to the weights, the push after which the weights without adapters were
-    saved. The name of their folder contains this push. Without adapters, `base` is None.
+    come from. `base`: None if no adapters were added to the weights. Otherwise, the push after which the weights
+    without adapters were saved; the name of the folder with the weights without adapters is `base.name`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -112,7 +112,7 @@ class SavedFolder:
 
     @property
     def base(self) -> Path:
-        """The parent folder of weights before adapters."""
+        """The parent folder of saved weights from before adapters were added."""
         return self._path / _BASE
 
     def replace_record(self, record: SavedRecord) -> None:

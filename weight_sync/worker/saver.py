@@ -105,7 +105,8 @@ class _Interrupted(Exception):
 
 
 class _SavedBase:
-    """The weights before adapters that the folder has. An adapters-only push does not change these weights, so most
+    """A note of the weights from before adapters were added that are saved in the folder. An adapters-only push
+    does not change these weights, so most
     pushes of adapters need not write the weights again. Keeps no tensor alive.
     """
 
@@ -212,7 +213,7 @@ class Saver(threading.Thread):
             self._base = _SavedBase(record.base, self._weights.base.kept)
 
     def _load_base(self, push: SavedPush) -> dict[str, torch.Tensor]:
-        """Return the saved weights before adapters, in host memory."""
+        """Return the saved weights from before adapters were added, in host memory."""
         base = _HostCopies(dtypes_of(self._weights), self._weights.shapes)
         assembly = Assembly(
             self._weights, cast(StagingArea, base), is_sparse=False, reject_nonfinite=False, in_place=True
@@ -308,7 +309,9 @@ class Saver(threading.Thread):
         self._base = base
 
     def _write_base(self, order: _Order) -> _SavedBase | None:
-        """Write the weights before adapters, unless the folder has them."""
+        """Write the weights from before adapters were added, unless the folder has them. Return None if no adapters
+        were added.
+        """
         if not order.base:
             return None
         if self._base is not None and self._base.has(order.base):
