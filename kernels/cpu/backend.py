@@ -5,8 +5,8 @@ native/kernels.h describes how the kernels keep the contract. Kernels run on `to
 Matrices are stored in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side
 by side: one float32 value per row, or, for bfloat16, two values per row, from neighbouring columns. A matrix is padded
 with rows of zeros to whole panels. A bfloat16 matrix is also padded with columns of zeros to a multiple of 32 columns.
-The same layout serves every instruction set. `copy_` packs a tensor directly into the weight's memory. `quantized` has
-the layout of quantized matrices.
+The same layout serves every instruction set. `copy_` packs a tensor directly into the weight's memory. The
+module `quantized` describes the layout of quantized matrices.
 """
 
 from __future__ import annotations

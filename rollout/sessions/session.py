@@ -333,7 +333,9 @@ class AsyncSession:
         return samples_of(self._forest)
 
     def token_entries(self) -> list[dict[str, Any]]:
-        """Return NeMo-Gym's token entry for each answer."""
+        """Return, for each answer, the record that NeMo-Gym stores for a call of a model: ids, tokens and log-probs.
+        `export.token_entries` lists the fields.
+        """
         return token_entries(self._forest, self.id)
 
     def record(self) -> bytes:

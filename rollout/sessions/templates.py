@@ -21,7 +21,8 @@ answer are kept; and GLM's `<|user|>` is kept as the beginning of the next messa
 token that
 ended the message, are also kept if the template writes the same text but the tokenizer would encode it as other tokens.
 If the template does not write the token that ended the message, this token is dropped. If the message was cut off, for
-example by `max_tokens`, the missing part of the text with which the template ends a message is added.
+example by `max_tokens`, it lacks the text with which the template ends a message. This text is then added, without the
+part that the model has drawn.
 """
 
 from __future__ import annotations
