@@ -43,7 +43,7 @@ def as_text(rng: random.Random, content: Any) -> str:
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
-    """Return a random value whose strings are short and long, and have all kinds of escapes."""
+    """Return a random value. It has short and long strings with all kinds of escapes."""
     kind = rng.randrange(6 if depth < 3 else 4)
     if kind == 4:
         return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
