@@ -3,8 +3,7 @@
 A `Siege` attacks a running worker and front end. Owns:
 - Good requests, which must give the tokens and log-probs that the worker gave before.
 - A process with the prober, which requests `/health` 2 ms after each answer, each time on a new connection. The process
-  does nothing else, and it never waits for a core if the system allows this, so that neither its own work nor the work
-  of the attackers is mistaken for a silence of the front end.
+  does nothing else, so that its own work is not mistaken for a silence of the front end.
 - A process with the attackers. The process runs at the lowest priority, because attackers on other machines would take
   no CPU time from this one.
 
@@ -273,8 +272,6 @@ def _probe_in_child(seconds: float, port: int, pipe: Connection) -> None:
     """Request `/health` repeatedly, each time on a new connection, as a load balancer does. Every request must be
     answered.
     """
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     pipe.send("ready")
     silences, until = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < until:
