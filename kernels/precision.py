@@ -119,7 +119,9 @@ class Rounding(NamedTuple):
     layout: StackLayout | None
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the values of a quantized tensor, in its dtype and layout. Raise the same errors as `quantize`."""
+        """Quantize a tensor, and return the values of the result, in the dtype and the layout of `tensor`. Raise the
+        same errors as `quantize`.
+        """
         if self.layout is None:
             return round_trip(tensor, self.format)
         matrices = self.layout.rows_first(tensor)

@@ -75,9 +75,9 @@ class ModelOutput(NamedTuple):
 
 
 class Owner(Enum):
-    """The ranks that share the memory of a weight. Ranks of any stage share the embeddings (`ALL`), and all ranks share
-    the vision tower (`TOWER`). The ranks of one stage share other weights that are not divided (`STAGE`). A part of a
-    divided weight belongs to one rank (`RANK`).
+    """The ranks that share the memory of a weight. `ALL`, for the embeddings: the ranks that hold the embeddings,
+    whichever stage they belong to. `TOWER`, for the vision tower: all ranks. `STAGE`, for the other weights that are
+    not divided: the ranks of one stage. `RANK`, for a part of a divided weight: one rank.
     """
 
     ALL = auto()

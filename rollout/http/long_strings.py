@@ -1,6 +1,6 @@
 """Parse JSON texts with long strings in steps.
 
-`json.loads` decodes a string of 16 MiB in a single call, and blocks all threads for up to 40 ms. Here, the long strings
+`json.loads` decodes a string of any length in a single call, and blocks all threads meanwhile. Here, the long strings
 are decoded piece by piece. The rest of the text is then parsed by `json.loads`, with a constant in place of each long
 string. A text with many strings of less than `STEP_CHARS` characters is still parsed in a single call.
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from trueroll.rollout.http import long_strings
+from trueroll.rollout.http import long_strings, wire
 from trueroll.rollout.http.long_strings import Steps, parsed_in_steps
 
 T = TypeVar("T")
@@ -116,3 +116,9 @@ def test_each_step_is_short(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, count = parsed(f"[{text}]")
     assert found == json.loads(f"[{text}]")
     assert max(decoded) <= STEP + 2 and count >= len(part) * 1000 // STEP
+
+
+def test_bodies_are_parsed_in_steps() -> None:
+    text = json.dumps(dict(prompt="x" * 1000))
+    found, count = run(wire._parse(bytearray(text.encode()), 2**14, is_setting=True))
+    assert found == json.loads(text) and count > 1000 // STEP
