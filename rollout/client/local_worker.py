@@ -119,10 +119,11 @@ class WorkerProcess:
 
     def _read_line(self, deadline: float) -> bytes:
         assert self._process.stdout is not None
-        line = b""
+        line, poll = b"", select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self._process.stdout, select.POLLIN)
         while not line.endswith(b"\n"):
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
+            if remaining <= 0 or not poll.poll(remaining * 1000):
                 raise WorkerFailedError(
                     "worker: the process was not ready within startup_timeout; raise startup_timeout, or see the log "
                     "above"

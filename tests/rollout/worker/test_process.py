@@ -55,6 +55,23 @@ def test_a_worker_raises_its_descriptor_limit() -> None:
         assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
+def test_a_process_with_many_open_files_starts_workers() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1024  # `select.select` takes no descriptor from here on
+    assert limits[1] > 2 * most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2 * most), limits[1]))
+    copies = [os.dup(0)]
+    try:
+        while copies[-1] < most:
+            copies.append(os.dup(0))
+        with fake_process() as process:
+            assert process._process.stdout is not None and process._process.stdout.fileno() > most, "premise"
+    finally:
+        for copy in copies:
+            os.close(copy)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.mark.parametrize("error", [OSError(1, "Operation not permitted"), ValueError("not allowed")])
 def test_a_descriptor_limit_that_cannot_be_raised_is_logged_and_kept(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
